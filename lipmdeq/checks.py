@@ -1,0 +1,93 @@
+"""One-line verdicts that lessons print: each compares a number with a claim and raises when the claim fails.
+
+Printed numbers are rounded, because the stored outputs of the notebooks are compared byte for byte; the
+comparison itself is done on the unrounded values.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+ALLOWANCE = 1e-6  # relative room for rounding: a bound that is reached exactly may be passed by an ulp
+
+
+def _number(name: str, field: str, value: Any) -> float:
+    """A finite float, or a ValueError that names the check, the field and the value."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: {field} = {number}: must be finite")
+    return number
+
+
+def _show(value: float, digits: int) -> str:
+    return f"{value + 0.0:.{digits}g}"  # + 0.0 turns -0.0 into 0.0
+
+
+def check(name: str, bound: Any, observed: Any, at_least: float | None = None, digits: int = 4) -> None:
+    """Assert ``observed <= bound`` and print ``✓ name: bound … observed … slack …``.
+
+    Args:
+        name: what is compared, in words.
+        bound: the proved upper bound, positive (a number or a tensor with one element).
+        observed: the measured value, not negative. NaN and infinity fail.
+        at_least: if given, the observed value must also reach ``at_least * bound``: the bound is tight.
+        digits: significant digits printed.
+
+    Raises:
+        AssertionError: the bound is broken, or ``at_least`` is not reached.
+        ValueError: the bound is not positive and finite, so that the check would say nothing.
+    """
+    bound = _number(name, "bound", bound)
+    if bound <= 0:
+        raise ValueError(f"{name}: bound = {bound}: must be positive")
+    if at_least is not None and not 0 < at_least <= 1:
+        raise ValueError(f"{name}: at_least = {at_least}: must be in (0, 1]")
+    observed = float(observed)
+    line = f"{name}: bound {_show(bound, digits)} observed {_show(observed, digits)}"
+    if not observed <= bound * (1 + ALLOWANCE):  # written so that NaN fails
+        raise AssertionError(f"✗ {line}: the bound is broken")
+    if observed < 0:
+        raise AssertionError(f"✗ {line}: a norm or a ratio cannot be negative")
+    if at_least is not None and observed < at_least * bound * (1 - ALLOWANCE):
+        raise AssertionError(f"✗ {line}: less than {at_least:g} of the bound is reached")
+    slack = max(0.0, 100 * (1 - observed / bound))
+    print(f"✓ {line} slack {slack:.1f} %")
+
+
+def check_equal(name: str, expected: Any, observed: Any, tol: float = 1e-9, digits: int = 4) -> None:
+    """Assert that two numbers or arrays agree to ``tol``, absolute plus relative to the largest entry.
+
+    A number is printed; of an array only the size is, since rounding errors are not reproducible.
+
+    Raises:
+        AssertionError: an entry differs by more than the tolerance, or is NaN.
+        ValueError: the shapes differ, or ``tol`` is not in (0, 0.1].
+    """
+    if not 0 < tol <= 0.1:
+        raise ValueError(f"{name}: tol = {tol}: must be in (0, 0.1]")
+    want, got = np.asarray(expected, dtype=float), np.asarray(observed, dtype=float)
+    if want.shape != got.shape:
+        raise ValueError(f"{name}: shapes {want.shape} and {got.shape}: must be equal")
+    if want.size == 0:
+        raise ValueError(f"{name}: shape {want.shape}: must have at least one entry")
+    worst = float(np.max(np.abs(want - got)))
+    if not worst <= tol * (1 + float(np.max(np.abs(want)))):
+        raise AssertionError(f"✗ {name}: largest difference {worst:.3g}, allowed {tol:g}")
+    if want.ndim == 0:
+        print(f"✓ {name}: expected {_show(float(want), digits)} observed {_show(float(got), digits)}")
+    else:
+        print(f"✓ {name}: all {want.size} entries agree to {tol:g}")
+
+
+def check_broken(name: str, claimed: Any, observed: Any, digits: int = 4) -> None:
+    """Assert that a counter-example breaks a claimed bound: ``observed > claimed`` by more than rounding.
+
+    Raises:
+        AssertionError: the claimed bound holds after all.
+    """
+    claimed, observed = _number(name, "claimed", claimed), _number(name, "observed", observed)
+    line = f"{name}: claimed {_show(claimed, digits)} observed {_show(observed, digits)}"
+    if not observed > claimed * (1 + ALLOWANCE) + 1e-12:
+        raise AssertionError(f"✗ {line}: not a counter-example")
+    print(f"✓ {line}: the claim is broken")
