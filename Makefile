@@ -1,0 +1,57 @@
+# Everything starts here: `make` lists the targets. Nothing has to be installed or activated beforehand.
+.DEFAULT_GOAL := help
+.PHONY: help setup book test lint outputs picture data bench reproduce lab clean
+
+PY := .venv/bin/python
+CORES ?= 2
+NB ?= $(wildcard notebooks/*.ipynb)
+
+# What belongs to the user's own environment must not change what is built here.
+unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV CONDA_PREFIX MPLBACKEND MATPLOTLIBRC
+export IPYTHONDIR := $(CURDIR)/_build/.ipython
+export MPLCONFIGDIR := $(CURDIR)/_build/.matplotlib
+export JUPYTER_PREFER_ENV_PATH := 1
+export PYTHONHASHSEED := 0
+# Small tensors: one thread per process is faster than two, by far on a busy machine.
+export OMP_NUM_THREADS ?= 1
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: ## make .venv and install the tested versions (every target does this by itself)
+	@tools/setup.sh
+	@mkdir -p "$$IPYTHONDIR" "$$MPLCONFIGDIR"
+
+book: setup ## execute the notebooks and build the book
+	@tools/book.sh
+
+test: setup ## run the tests, then every notebook against its stored outputs
+	$(PY) -m pytest tests/
+	$(PY) -m pytest --nbval -p no:cacheprovider notebooks/
+
+lint: setup ## check style and formatting of Python files and notebooks
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+outputs: setup ## execute notebooks in place and store their outputs (NB=notebooks/05_normalisation.ipynb for one)
+	$(PY) tools/outputs.py $(NB)
+
+picture: setup ## draw the README's picture again
+	$(PY) tools/picture.py
+
+data: setup ## fetch the larger data sets into data/ (the default one needs no download)
+	$(PY) -m lipmdeq.data
+
+bench: setup ## measure speed and memory as ratios
+	@test -d benchmarks || { echo "make bench: there are no benchmarks yet"; exit 1; }
+	$(PY) -m benchmarks
+
+reproduce: setup ## run what is missing of the paper's tables and figures
+	@test -f Snakefile || { echo "make reproduce: there is no Snakefile yet"; exit 1; }
+	$(PY) -m snakemake --cores $(CORES)
+
+lab: setup ## open the notebooks in JupyterLab
+	$(PY) -m jupyterlab notebooks/
+
+clean: ## remove what was built; the environment stays (rm -rf .venv removes that)
+	rm -rf _build .pytest_cache .ruff_cache .hypothesis
