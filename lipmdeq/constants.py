@@ -1,5 +1,4 @@
-"""Lipschitz constants of the single operations, and how constants combine (Definition 3.1, Lemmas 3.1 and
-A).
+"""Lipschitz constants of single operations, and how they combine (Definition 3.1, Lemma 3.1, Appendix).
 
 Every function returns a number that is an upper bound in the Euclidean norm; all but `lip_sum`,
 `lip_residual` and `lip_convex` are reached by some input. Pure floats and numpy: nothing here imports
@@ -39,9 +38,7 @@ def check_range(
 
 
 def check_whole(field: str, value: object, low: int = 1, high: int | None = None) -> int:
-    """Return `value` as an int if it is a whole number >= `low` (and <= `high`); 4.0 counts as whole, True
-    does not.
-    """
+    """Return `value` as an int if it is whole, >= `low` and <= `high`; 4.0 counts as whole, True does not."""
     allowed = f"must be a whole number >= {low}" + (f" and <= {high}" if high is not None else "")
     whole = isinstance(value, Integral) or (
         isinstance(value, Real) and math.isfinite(value) and value == int(value)
@@ -64,22 +61,12 @@ def check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{field} = {value!r}: must be one of {', '.join(allowed)}")
 
 
-# ------------------------------------------------------------------------------------------------
-# Definition 3.1
-
-
 def empirical_ratio(f: Callable[[np.ndarray], np.ndarray], x: np.ndarray, y: np.ndarray) -> float:
-    """‖f(x) − f(y)‖ / ‖x − y‖ for one pair (Definition 3.1): a *lower* bound of the Lipschitz constant of
-    f.
-    """
+    """‖f(x) − f(y)‖ / ‖x − y‖ for one pair (Definition 3.1): a *lower* bound of f's Lipschitz constant."""
     distance = float(np.linalg.norm(np.subtract(x, y)))
     if not distance > 0:
         raise ValueError(f"‖x - y‖ = {distance:g}: must be > 0 (two different points)")
     return float(np.linalg.norm(np.subtract(f(x), f(y)))) / distance
-
-
-# ----------------------------------------------------------------------------------------------------
-# Lemma 3.1
 
 
 def lip_sum(*L: float) -> float:
@@ -88,9 +75,7 @@ def lip_sum(*L: float) -> float:
 
 
 def lip_compose(*L: float) -> float:
-    """Lemma 3.1, f ∘ g: the constants multiply. A constant map (0) stays constant, even behind an unbounded
-    one.
-    """
+    """Lemma 3.1, f ∘ g: the constants multiply; 0 (a constant map) times infinity (no bound) is 0."""
     values = [check_constant("L", x) for x in L]
     return 0.0 if 0.0 in values else math.prod(values)
 
@@ -104,10 +89,6 @@ def lip_convex(alpha: float, L_g: float) -> float:
     """(1−α)x + αg(x): at most (1−α) + αL_g (the mix of Lipschitz MDEQ), α in (0, 1)."""
     alpha = check_range("alpha", alpha, 0, 1)
     return (1 - alpha) + alpha * check_constant("L_g", L_g)
-
-
-# ------------------------------------------------------------------------------------- single operations
-# (Lemmas A)
 
 
 def _largest_abs(gamma: float | np.ndarray) -> float:
@@ -137,9 +118,7 @@ def lip_srelu(a: float) -> float:
 
 
 def lip_dropout(p: float, train: bool = True) -> float:
-    """Variational dropout with a fixed mask: 1/(1−p) while training (p in [0, 1)), 1 at test time (it is
-    off).
-    """
+    """Variational dropout, fixed mask: 1/(1−p) in train mode (p in [0, 1)), 1 in test mode (it is off)."""
     p = check_range("p", p, 0, 1, "[)")
     return 1 / (1 - p) if train else 1.0
 

@@ -74,7 +74,7 @@ def perron(M: np.ndarray, slack: float = 1e-9) -> tuple[float, np.ndarray]:
 
 
 def _perron_weights(A: np.ndarray, slack: float) -> np.ndarray:
-    """Weights for `perron`: √(l/r) inside each strongly connected class, geometric damping between classes."""
+    """Weights for `perron`: √(l/r) inside each strongly connected class, damping t^−level between them."""
     n = len(A)
     reach = (A > 0) | np.eye(n, dtype=bool)  # reach[i, j]: z_i depends on z_j
     for k in range(n):
