@@ -1,0 +1,199 @@
+"""The shell: ``python -m lipmdeq bound -a 0.4`` prints the closed forms, with --json as one object.
+
+A subcommand is one ``add_…`` function that declares its arguments and sets ``run``. `run` gets the parsed arguments and
+returns the exit code; it imports what it needs itself, so that ``bound`` starts without torch. A ValueError becomes one
+sentence on stderr and exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict, replace
+
+TOLERANCES = (1e-3, 1e-6)
+
+
+def _number(text: str) -> float | int | str:
+    """Text of an option as a number where it is one; the check of the field rejects the rest by name."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _finite(value: object) -> object:
+    """JSON knows no infinity and no NaN: null instead, also inside lists and objects."""
+    if isinstance(value, dict):
+        return {key: _finite(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def bound_report(spec) -> dict:
+    """Everything ``bound`` has to say about a `LipschitzSpec`, as plain numbers, lists and dicts."""
+    from . import bounds
+
+    modes = {"train": True, "test": False}
+    values = {mode: {r: spec.L(r, on) for r in bounds.READINGS} for mode, on in modes.items()}
+    D, cond = spec.D, spec.cond_D
+    fusion = {r: spec.operations().fusion_norm(r) for r in bounds.READINGS}
+    return {
+        **values["train"],
+        "certified": values["train"]["perron"] < 1,
+        "steps": bounds.steps(values["train"]["perron"], TOLERANCES[0]),
+        "steps_l2": bounds.steps(values["train"]["perron"], TOLERANCES[0], cond),
+        "parameters": asdict(spec),
+        **values,
+        "steps_to": {
+            mode: {r: [bounds.steps(L, tol) for tol in TOLERANCES] for r, L in row.items()}
+            for mode, row in values.items()
+        },
+        "tolerances": list(TOLERANCES),
+        "L_hat": {mode: spec.L_hat(on) for mode, on in modes.items()},
+        "L_bar": spec.L_bar,
+        "fusion_norm": fusion,
+        "matrix": spec.fusion_matrix().tolist(),
+        "D": D.tolist(),
+        "cond_D": cond,
+        "largest_a": {
+            mode: {r: bounds.largest(spec, "a", 1.0, r, on) for r in bounds.READINGS}
+            for mode, on in modes.items()
+        },
+        "advice": [{**asdict(x), "text": str(x)} for x in bounds.advise(spec)],
+    }
+
+
+def _table(report: dict) -> str:
+    """The report of `bound_report` for people."""
+
+    def show(x: float | None, form: str = ".4f") -> str:
+        return "-" if x is None else format(x, form if not isinstance(x, float) or x < 1e4 else ".3e")
+
+    q = report["parameters"]
+    names = {
+        "printed": "printed (Frobenius, up = 2^d)",
+        "reported": "reported (Frobenius, full up path)",
+        "spectral": "spectral",
+        "perron": "perron (weights D)",
+    }
+    lines = [
+        "  ".join(f"{key} = {q[key]:g}" for key in ("a", "c", "gamma", "alpha1", "alpha2", "n", "p")),
+        "",
+    ]
+    lines += [f"{'':36}{'train mode':^34}  {'test mode':^34}"]
+    head = f"{'L':>10}{'1e-3':>8}{'1e-6':>8}{'a <':>8}"
+    lines += [f"{'reading':36}{head}  {head}"]
+    for r, label in names.items():
+        cells = []
+        for mode in ("train", "test"):
+            few, many = report["steps_to"][mode][r]
+            # rounded down: the slope shown still keeps L < 1
+            slope = report["largest_a"][mode][r]
+            cells.append(
+                f"{show(report[mode][r]):>10}{show(few, 'd'):>8}{show(many, 'd'):>8}"
+                f"{show(slope and math.floor(slope * 1e4) / 1e4):>8}"
+            )
+        lines.append(f"{label:36}{cells[0]}  {cells[1]}")
+    norms = report["fusion_norm"]
+    lines += [
+        "",
+        "L: Lipschitz constant of f. 1e-3, 1e-6: Picard steps until the relative residual is proved to be below.",
+        "a <: largest slope with L < 1, the rest unchanged.",
+        "",
+        f"L = L_hat * |M| * L_bar: L_hat = {show(report['L_hat']['train'])} "
+        f"(test mode {show(report['L_hat']['test'])}), L_bar = {show(report['L_bar'])},",
+        "|M| = " + ", ".join(f"{show(norms[r])} ({r})" for r in names),
+        "D = "
+        + " ".join(show(d) for d in report["D"])
+        + f", cond(D) = {show(report['cond_D'], '.2f')}"
+        + (f", {report['steps_l2']} steps to 1e-3 in plain l2" if report["steps_l2"] is not None else ""),
+        "",
+    ]
+    L = report["perron"]
+    if report["certified"]:
+        lines.append(f"certified: L = {L:.6g} < 1, a contraction in train mode")
+    else:
+        lines.append(
+            f"not certified: L = {L:.6g} >= 1 in train mode. Any one of these makes it a contraction:"
+        )
+        lines += [f"  {x['text']}" for x in report["advice"]]
+    if q["gamma"] < 1 and q["post_affine"]:
+        lines.append(
+            "note: gamma < 1 is counted for the post-fusion norm too; if that has no affine part, add "
+            "--no-post-affine"
+        )
+    return "\n".join(lines)
+
+
+def add_bound(commands) -> None:
+    """``bound``: the closed forms of a LipschitzSpec."""
+    parser = commands.add_parser("bound", help="closed-form Lipschitz constant from a, c, gamma, …")
+    options = {
+        "-a": "slope of the scaled ReLU, in (0, 1]",
+        "-c": "norm of the conv operators, > 0",
+        "--gamma": "bound on |gamma| of the norms, > 0",
+        "--alpha1": "convex mix of the residual block, in (0, 1)",
+        "--alpha2": "convex mix of the fusion, in (0, 1)",
+        "-n": "number of resolutions, whole, >= 1",
+        "-p": "dropout rate, in [0, 1)",
+    }
+    for flag, text in options.items():
+        # read as text: the spec's own check then names field, value and range
+        parser.add_argument(flag, type=_number, metavar="X", help=text, default=argparse.SUPPRESS)
+    parser.add_argument(
+        "--no-post-affine", action="store_true", help="post-fusion norm without gamma: L_bar = c*a"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.set_defaults(run=run_bound, fields=[flag.lstrip("-") for flag in options])
+
+
+def run_bound(args: argparse.Namespace) -> int:
+    """Print the closed forms for the options given; the rest as in the paper."""
+    from .bounds import LipschitzSpec
+
+    given = {name: getattr(args, name) for name in args.fields if hasattr(args, name)}
+    spec = replace(LipschitzSpec(**given), post_affine=not args.no_post_affine)
+    report = bound_report(spec)
+    print(json.dumps(_finite(report), indent=2, allow_nan=False) if args.json else _table(report))
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all subcommands."""
+    parser = argparse.ArgumentParser(prog="python -m lipmdeq", description="Lipschitz multiscale DEQ")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for add in (add_bound,):
+        add(commands)
+    return parser
+
+
+def _join_negatives(argv: list[str]) -> list[str]:
+    """Write ``-a -1e5`` as ``-a=-1e5``: argparse takes -1e5 and -inf for options and would not name the field."""
+    joined: list[str] = []
+    for word in argv:
+        negative = word.startswith("-") and not isinstance(_number(word), str)
+        if negative and joined and joined[-1].startswith("-") and "=" not in joined[-1]:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; 0 if it went well, 1 with one sentence on stderr for bad input."""
+    args = build_parser().parse_args(_join_negatives(sys.argv[1:] if argv is None else argv))
+    try:
+        return args.run(args)
+    except ValueError as error:
+        print(f"lipmdeq {args.command}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
