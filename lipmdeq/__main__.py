@@ -1,8 +1,8 @@
 """The shell: ``python -m lipmdeq bound -a 0.4`` prints the closed forms, with --json as one object.
 
-A subcommand is one ``add_…`` function that declares its arguments and sets ``run``. `run` gets the parsed arguments and
-returns the exit code; it imports what it needs itself, so that ``bound`` starts without torch. A ValueError becomes one
-sentence on stderr and exit code 1.
+A subcommand is one ``add_…`` function, listed in `build_parser`, that declares its arguments and sets
+``run``. `run` gets the parsed arguments and returns the exit code; it imports what it needs itself, so that
+``bound`` starts without torch. A ValueError becomes one sentence on stderr and exit code 1.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _table(report: dict) -> str:
     norms = report["fusion_norm"]
     lines += [
         "",
-        "L: Lipschitz constant of f. 1e-3, 1e-6: Picard steps until the relative residual is proved to be below.",
-        "a <: largest slope with L < 1, the rest unchanged.",
+        "L: Lipschitz constant of f. 1e-3, 1e-6: Picard steps until the relative residual is at most that.",
+        "a <: largest slope with L < 1, the rest unchanged, rounded down.",
         "",
         f"L = L_hat * |M| * L_bar: L_hat = {show(report['L_hat']['train'])} "
         f"(test mode {show(report['L_hat']['test'])}), L_bar = {show(report['L_bar'])},",
@@ -120,7 +120,12 @@ def _table(report: dict) -> str:
         lines.append(f"certified: L = {L:.6g} < 1, a contraction in train mode")
     else:
         lines.append(
-            f"not certified: L = {L:.6g} >= 1 in train mode. Any one of these makes it a contraction:"
+            f"not certified: L = {L:.6g} >= 1 in train mode. "
+            + (
+                "Each of these alone makes it a contraction:"
+                if report["advice"]
+                else "No single change helps."
+            )
         )
         lines += [f"  {x['text']}" for x in report["advice"]]
     if q["gamma"] < 1 and q["post_affine"]:
@@ -174,7 +179,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _join_negatives(argv: list[str]) -> list[str]:
-    """Write ``-a -1e5`` as ``-a=-1e5``: argparse takes -1e5 and -inf for options and would not name the field."""
+    """Write ``-a -1e5`` as ``-a=-1e5``, which argparse would take for two options."""
     joined: list[str] = []
     for word in argv:
         negative = word.startswith("-") and not isinstance(_number(word), str)

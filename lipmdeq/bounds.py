@@ -130,7 +130,8 @@ class Advice:
 
     def __str__(self) -> str:
         verb = "lower" if self.to < self.now else "raise"
-        return f"{verb} {self.field} from {self.now:g} to {self.to:g}: L = {self.L:.6g}"
+        # rounded down: a value just below 1 must not read as 1
+        return f"{verb} {self.field} from {self.now:g} to {self.to:g}: L = {math.floor(self.L * 1e6) / 1e6:g}"
 
 
 def advise(
@@ -138,7 +139,7 @@ def advise(
 ) -> list[Advice]:
     """Every change of one single field that brings L below `target`; empty if L is there already.
 
-    `to` is the nearest value that does it, rounded to four decimals towards the safe side. For n, the
+    `to` is the nearest value that does it, rounded towards the safe side. For n, the
     largest smaller n.
     """
     if spec.L(reading, train) < check_range("target", target):
@@ -150,7 +151,9 @@ def advise(
             continue
         now = getattr(spec, field)
         edge, round_ = (interval[1], math.floor) if now > interval[1] else (interval[0], math.ceil)
-        rounded = round_(edge * 1e4) / 1e4 if edge < 1e10 else edge
+        # four decimals, or four digits of a number below 0.1
+        unit = 10.0 ** (min(0, math.floor(math.log10(edge)) + 1) - 4) if edge > 0 else 1.0
+        rounded = round_(edge / unit) * unit
         to = rounded if interval[0] <= rounded <= interval[1] else edge
         found.append(Advice(field, now, to, replace(spec, **{field: to}).L(reading, train)))
     for n in range(spec.n - 1, 0, -1):

@@ -66,7 +66,7 @@ class Operations:
     def L_hat(self) -> float:
         """Residual block, Eq. (hat): norm3∘act∘(skip + branch · norm2∘dropout∘conv∘act∘norm1∘conv)."""
         skip, branch = self.mix1
-        inner = (self.norm, self.norm, self.conv_residual, self.conv_residual, self.act, self.drop)
+        inner = (self.norm, self.conv_residual, self.act, self.norm, self.conv_residual, self.drop)
         return lip_compose(self.norm, self.act, skip + lip_compose(branch, *inner))
 
     @property
@@ -79,11 +79,14 @@ class Operations:
         check_choice("up", up, ("printed", "full"))
         skip, branch = self.mix2
         extra = (self.conv, self.norm) if up == "full" else ()
-        M = np.eye(len(self.weights)) * skip
-        for i, j in zip(*np.nonzero(~np.eye(len(M), dtype=bool)), strict=True):
-            down = j < i
-            path = lip_down(i - j, self.conv_down, self.norm, self.act) if down else lip_up(2 ** int(j - i))
-            M[i, j] = lip_compose(branch, float(self.weights[i, j]), path, *(() if down else extra))
+        n = len(self.weights)
+        M = np.diag(np.full(n, float(skip)))
+        for d in range(1, n):  # a path depends on the level difference d alone
+            down = lip_compose(branch, lip_down(d, self.conv_down, self.norm, self.act))
+            raised = lip_compose(branch, lip_up(2**d), *extra)
+            low, high = np.arange(d, n), np.arange(n - d)
+            M[low, high] = down * self.weights[low, high]
+            M[high, low] = raised * self.weights[high, low]
         return M
 
     def L_tilde(self, reading: str = "reported") -> np.ndarray:
