@@ -40,27 +40,22 @@ def area_downsample(images: Tensor, size: int) -> Tensor:
     s = h // size
     if s == 1:
         return images
-    means = []
-    for part in images.split(4096):  # in pieces: bounded memory
-        sums = torch.nn.functional.avg_pool2d(part.to(torch.float32), s, divisor_override=1).to(torch.int32)
-        means.append(((2 * sums + s * s) // (2 * s * s)).to(torch.uint8))
-    return torch.cat(means)
+    sums = torch.zeros(n, c, size, size, dtype=torch.int32)
+    for i in range(s):
+        for j in range(s):
+            sums += images[:, :, i::s, j::s]
+    return ((2 * sums + s * s) // (2 * s * s)).to(torch.uint8)
 
 
 def mean_std(images: Tensor) -> tuple[Floats, Floats]:
     """Channel means and deviations of (N, C, H, W) uint8 images on the scale [0, 1], from exact counts."""
     mean, std = [], []
     for channel in images.unbind(1):
-        levels = list(enumerate(torch.bincount(channel.reshape(-1), minlength=256).tolist()))
-        count = channel.numel()
-        first, second = (
-            sum(v * k for v, k in levels),
-            sum(v * v * k for v, k in levels),
-        )  # whole numbers: no rounding
+        counts = torch.bincount(channel.reshape(-1), minlength=256).tolist()  # pixels of each grey level
+        count, first, second = (sum(k * v**e for v, k in enumerate(counts)) for e in range(3))  # no rounding
         mean.append(first / count / 255)
-        std.append(
-            max(math.sqrt(count * second - first**2) / count / 255, 1e-3)
-        )  # blank images: no division by 0
+        deviation = math.sqrt(count * second - first**2) / count / 255
+        std.append(max(deviation, 1e-3))  # blank images: no division by zero
     return tuple(mean), tuple(std)
 
 
@@ -228,9 +223,9 @@ def load(
 ) -> Dataset:
     """Open a data set, after checking its files.
 
-    Training images are the first ``train_images``, validation images the last ``val_images`` of one stratified
-    permutation of the official training set: larger training sets contain smaller ones, and the training set
-    is the same with and without validation. Mean and deviation are those of the chosen training images.
+    ``train`` holds the first ``train_images``, ``val`` the last ``val_images`` of a stratified permutation of the
+    official training set: larger training sets contain smaller ones, and validation takes nothing from a
+    training set that leaves room for it. Mean and deviation are those of the chosen training images.
 
     Args:
         name: ``digits``, ``cifar10``, ``tiny-imagenet-25``, ``imagenet``, or any folder of ``root`` with
@@ -260,14 +255,14 @@ def load(
             f"data = {name!r}: must be {', '.join(SMALL)}, imagenet, or a folder of {root} "
             "that holds train/<class>/ and val/<class>/"
         )
-    if stream or (stream is None and name not in SMALL):
+    streamed = name not in SMALL if stream is None else stream
+    if streamed != (name not in SMALL) and name != TINY:
+        raise ValueError(f"stream = {stream!r}: must be {not streamed} or None for {name}")
+    if streamed:
         from lipmdeq.streaming import open_folder
 
         train, test, classes, sha = open_folder(root / name, resolution, augment is not False, workers)
         return Dataset(name, *choose(train, test, *given, seed), classes, train.size, sha)
-    if name not in SMALL:
-        raise ValueError(f"stream = {stream!r}: must be True or None for the folder {name}")
-
     train, test, classes, sha = open_small(name, root)
     splits = choose(train, test, *given, seed)
     size = train.images.shape[-1] if resolution is None else resolution

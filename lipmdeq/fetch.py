@@ -273,6 +273,8 @@ def fetch(name: str, root: str | Path = "data", tiny: str | None = None) -> None
                 f"no space left for {root} (about 600 MB are needed): free some and {MEND}"
             ) from e
         raise DataError(f"{root} cannot be written ({e}): mend that and {MEND}") from e
+    except tarfile.TarError as e:
+        raise DataError(f"the archive cannot be unpacked ({e}): fetch it anew and {MEND}") from e
     size, seconds = (root / f"{name}.npz").stat().st_size / 1e6, time.perf_counter() - start
     print(f"{name}: {root / name}.npz, {size:.0f} MB, sha256 {sha[:12]}…, {seconds:.0f} s")
 

@@ -34,9 +34,7 @@ def stratified_permutation(labels: Tensor, seed: int) -> Tensor:
     """A permutation of ``range(N)`` whose every prefix and suffix holds the classes in proportion."""
     random = torch.randperm(len(labels), generator=generator(SUBSET, seed))
     shuffled = labels[random]
-    place = torch.empty(
-        len(labels), dtype=torch.float64
-    )  # position within the class, as a fraction of the class
+    place = torch.empty(len(labels), dtype=torch.float64)  # within the class, as a fraction of its size
     for c in shuffled.unique():
         where = (shuffled == c).nonzero().squeeze(1)
         place[where] = (torch.arange(len(where), dtype=torch.float64) + 0.5) / len(where)
@@ -47,8 +45,8 @@ def stratified_permutation(labels: Tensor, seed: int) -> Tensor:
 class Plan:
     """Which images the batches of one epoch hold: a function of its fields alone.
 
-    With ``world`` processes, process ``rank`` takes images ``rank, rank + world, ...`` of every batch, with the
-    augmentation that a single process would give them. ``drop_last`` keeps those shares equally large.
+    Of ``world`` processes, number ``rank`` takes images ``rank, rank + world, ...`` of every batch, with the
+    augmentation that a single process would give them.
     """
 
     count: int
@@ -70,6 +68,8 @@ class Plan:
         whole("start", self.start, 0, self.steps)
         if self.batch_size % self.world:
             raise ValueError(f"batch_size = {self.batch_size}: must be a multiple of world = {self.world}")
+        if self.train and self.world > 1 and not self.drop_last:  # unequal shares would be averaged as equals
+            raise ValueError("drop_last = False: must be True to train on several processes")
 
     @property
     def steps(self) -> int:
@@ -77,7 +77,7 @@ class Plan:
         return self.count // self.batch_size if self.drop_last else -(-self.count // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Indices (B,) and, in training, uniform numbers (B, 5) for the augmentation of each batch's share."""
+        """Indices (B,) and, in training, uniform numbers (B, 5) to augment with, of each batch."""
         order = torch.arange(self.count)
         if self.train:
             order = torch.randperm(self.count, generator=generator(ORDER, self.seed, self.epoch))
@@ -87,4 +87,5 @@ class Plan:
             u = None
             if self.train:
                 u = torch.rand(len(index), 5, generator=generator(AUGMENT, self.seed, self.epoch, b))[mine]
-            yield index[mine], u
+            if len(index) > self.rank:
+                yield index[mine], u

@@ -43,9 +43,14 @@ def centre_box(width: int, height: int) -> tuple[float, ...]:
     return left, top, left + side, top + side
 
 
+def mend_for(folder: Path) -> str:
+    """What to do about a damaged image."""
+    return MEND if folder.name == TINY else "restore it from your copy of the data set"
+
+
 @dataclass(frozen=True, eq=False)
 class FolderSplit(Split):
-    """A :class:`~lipmdeq.data.Split` whose images stay on disk: ``images`` (N,) are indices into ``paths``."""
+    """A :class:`Split` whose images stay on disk: ``images`` (N,) are indices into ``paths``."""
 
     folder: Path = Path()
     paths: tuple[str, ...] = ()
@@ -73,7 +78,7 @@ class FolderSplit(Split):
 
     def read(self, path: str) -> Image.Image:
         """The image at a path relative to the folder, checked against SHA256SUMS where there is one."""
-        mend = MEND if self.folder.name == TINY else "restore it from your copy of the data set"
+        mend = mend_for(self.folder)
         if self.sums is not None and path not in self.sums:
             raise DataError(f"{self.folder / path} has no line in {MANIFEST}: {mend}")
         return read_image(self.folder / path, self.sums and self.sums[path], mend)
@@ -115,9 +120,7 @@ def open_folder(folder: Path, size: int | None, augment: bool, workers: int):
     for part in ("train", "val"):
         try:
             listings.append(ImageFolder(str(folder / part)))
-        except (
-            FileNotFoundError
-        ) as e:  # torchvision's answer to a missing folder and to a class without images
+        except FileNotFoundError as e:  # torchvision says so of a class without images too
             mend = MEND if folder.name == TINY else f"link your copy there, `ln -s <your copy> {folder}`"
             raise DataError(f"{folder / part} does not hold <class>/ folders of images: {mend}") from e
     if listings[0].classes != listings[1].classes:
@@ -126,11 +129,16 @@ def open_folder(folder: Path, size: int | None, augment: bool, workers: int):
             f"{folder}: classes differ between train and val ({', '.join(odd[:3])}): complete the folder"
         )
     sums = read_manifest(folder)
+    if sums is None and folder.name == TINY:
+        raise DataError(f"{folder / MANIFEST} is missing: {MEND}")
     sha = file_sha256(folder / MANIFEST) if sums is not None else None
     splits = []
     for listing in listings:
         paths = tuple(Path(p).relative_to(folder).as_posix() for p, _ in listing.samples)
         index, labels = torch.arange(len(paths)), torch.tensor(listing.targets)
         look: tuple[Floats, Floats, int | None] = (IMAGENET_MEAN, IMAGENET_STD, 0 if augment else None)
+        gone = {p for p in sums or () if p.startswith(f"{Path(listing.root).name}/")}.difference(paths)
+        if gone:
+            raise DataError(f"{folder / min(gone)} is missing: {mend_for(folder)}")
         splits.append(FolderSplit(index, labels, *look, folder, paths, sums, size, workers))
     return *splits, tuple(listings[0].classes), sha
