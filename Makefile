@@ -20,7 +20,8 @@ help: ## list the targets
 
 setup: ## make .venv and install the tested versions (every target does this by itself)
 	@tools/setup.sh
-	@mkdir -p "$$IPYTHONDIR" "$$MPLCONFIGDIR"
+	@mkdir -p "$$IPYTHONDIR/profile_default" "$$MPLCONFIGDIR"
+	@echo "c.Application.log_level = 40  # kernels report errors only" > "$$IPYTHONDIR/profile_default/ipython_kernel_config.py"
 
 book: setup ## execute the notebooks and build the book
 	@tools/book.sh
