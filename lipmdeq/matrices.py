@@ -103,4 +103,5 @@ def _perron_vector(A: np.ndarray) -> np.ndarray:
     """Positive right Perron vector of an irreducible A >= 0."""
     values, vectors = np.linalg.eig(A)
     # The Perron root has the largest modulus; others of that modulus (periodic A) have a smaller real part.
-    return np.abs(vectors[:, np.argmax(values.real)])
+    v = np.abs(vectors[:, np.argmax(values.real)])
+    return np.maximum(v, 1e-150 * v.max())  # positive in theory, but tiny entries of A may round it to 0
