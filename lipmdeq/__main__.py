@@ -13,6 +13,8 @@ import math
 import sys
 from dataclasses import asdict, replace
 
+from .commands import add_certify, add_train
+
 TOLERANCES = (1e-3, 1e-6)
 
 
@@ -173,7 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
     parser = argparse.ArgumentParser(prog="python -m lipmdeq", description="Lipschitz multiscale DEQ")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (add_bound,):
+    for add in (add_bound, add_train, add_certify):
         add(commands)
     return parser
 

@@ -1,0 +1,92 @@
+"""The shell commands that need torch: ``train`` and ``certify``. Parsers here are light, torch is imported when they run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from lipmdeq.runconfig import OneSentence, RunConfig
+
+
+def parse_value(text: str) -> object:
+    """A value from the shell: number, True, False, None, a list such as [1,3], else text."""
+    words = {"none": None, "null": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    if text[:1] == "[" and text[-1:] == "]":
+        return [parse_value(t.strip()) for t in text[1:-1].split(",") if t.strip()]
+    return text
+
+
+def add_train(commands) -> None:
+    """``train``: the training loop, with the parameters of notebooks/train.ipynb."""
+    parser = commands.add_parser(
+        "train",
+        help="train a model, or go on training it; all parameters as in notebooks/train.ipynb",
+        description="Train a model, or go on where it was stopped. Under torchrun the batch is shared by the processes.",
+        epilog="parameters: " + ", ".join(RunConfig.__dataclass_fields__),
+    )
+    parser.add_argument(
+        "-f", "--file", metavar="config.yaml", help="parameters from a file, e.g. of configs/"
+    )
+    parser.add_argument(
+        "-p",
+        "--parameter",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("name", "value"),
+        help="one parameter",
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="no line for each epoch")
+    parser.set_defaults(run=run_train)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Train; the last line says what came out."""
+    changes = {name: parse_value(value) for name, value in args.parameter}
+    cfg = RunConfig.from_yaml(args.file, **changes) if args.file else RunConfig.from_mapping(changes)
+    from lipmdeq.training import train
+
+    try:
+        record = train(cfg, log=None if args.quiet else lambda line: print(line, flush=True))
+    except OneSentence as e:
+        print(f"lipmdeq train: {e}", file=sys.stderr)
+        return 1
+    r = record["result"]
+    print(f"{r['split']} accuracy {r['accuracy']:.2%}; {record['guarantee']}")
+    return 0
+
+
+def add_certify(commands) -> None:
+    """``certify``: what is proved about a trained model."""
+    parser = commands.add_parser("certify", help="prove the Lipschitz constant of a trained model")
+    parser.add_argument("checkpoint", help="checkpoint.ckpt of a run, or a .ckpt file of results/")
+    parser.add_argument(
+        "--image-size", type=int, metavar="S", help="side of the images (default: as trained)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.set_defaults(run=run_certify)
+
+
+def run_certify(args: argparse.Namespace) -> int:
+    """Print the certificate of a checkpoint."""
+    from lipmdeq.certificate import certify, jsonable
+    from lipmdeq.records import load_model
+
+    try:
+        certificate = certify(load_model(args.checkpoint), args.image_size, progress=not args.json)
+    except OneSentence as e:
+        print(f"lipmdeq certify: {e}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(jsonable(certificate.to_dict()), indent=1, allow_nan=False))
+    else:
+        print(certificate)
+    return 0

@@ -1,0 +1,249 @@
+"""The parameters of one run: names, defaults, meanings, limits. Plain Python, nothing here imports torch.
+
+The same flat names are used by ``notebooks/train.ipynb`` (papermill ``-p a 0.4`` or ``-f config.yaml``), by
+``python -m lipmdeq train`` and by the files under ``configs/``. Everything that can be said to be wrong without
+opening the data is refused here, in one sentence that names the parameter, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from numbers import Real
+from pathlib import Path
+
+from lipmdeq.constants import check_choice, check_range, check_whole
+
+PRESETS = ("digits", "cpu", "cpu-imagenet", "paper-cifar10", "paper-imagenet", "mdeq-tiny")
+ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S7")
+BOOKKEEPING = ("out", "data_root")  # do not change any number of a run
+LIPSCHITZ = ("a", "c", "gamma", "alpha1", "alpha2")  # have no meaning for the baseline MDEQ
+
+
+class OneSentence(Exception):
+    """An error whose message says it all: Jupyter and papermill show the sentence, not a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class ParameterError(OneSentence, ValueError):
+    """A parameter is unknown or out of range."""
+
+
+class RunError(OneSentence, RuntimeError):
+    """A run cannot start, go on or be read: the message says why and what is left."""
+
+
+Check = Callable[[str, object], object]
+
+
+def number(low: float = 0.0, high: float = float("inf"), ends: str = "()") -> Check:
+    def check(name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            allowed = f"{ends[0]}{low:g}, {high:g}{ends[1]}"
+            raise ValueError(f"{name} = {value!r}: must be a number in {allowed}")
+        return check_range(name, value, low, high, ends)
+
+    return check
+
+
+def whole(low: int = 1, high: int | None = None, none: bool = False) -> Check:
+    def check(name: str, value: object) -> int | None:
+        if none and value is None:
+            return None
+        try:
+            return check_whole(name, value, low, high)
+        except ValueError as e:
+            raise ValueError(f"{e}{', or None' if none else ''}") from None
+
+    return check
+
+
+def choice(*allowed: str, none: bool = False) -> Check:
+    def check(name: str, value: object) -> object:
+        if not (none and value is None):
+            try:
+                check_choice(name, value, allowed)
+            except ValueError as e:
+                raise ValueError(f"{e}{', or None' if none else ''}") from None
+        return value
+
+    return check
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} = {value!r}: must be True or False")
+    return value
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str | Path):
+        raise ValueError(f"{name} = {value!r}: must be text")
+    return str(value)
+
+
+def _device(name: str, value: object) -> str:
+    plain = isinstance(value, str) and value in ("auto", "cpu", "cuda")
+    if not plain and not (isinstance(value, str) and value[:5] == "cuda:" and value[5:].isdecimal()):
+        raise ValueError(f"{name} = {value!r}: must be one of auto, cpu, cuda, cuda:0, cuda:1, …")
+    return value
+
+
+def _epochs(name: str, value: object) -> tuple[int, ...]:
+    items = value if isinstance(value, list | tuple) else [value]
+    try:
+        return tuple(sorted({check_whole(name, v, 0) for v in items}))
+    except ValueError:
+        raise ValueError(f"{name} = {value!r}: must be a list of whole numbers from 0 to epochs") from None
+
+
+def _par(default: object, check: Check, text: str) -> object:
+    return field(default=default, metadata={"check": check, "help": text})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides what a run computes; bad values raise :class:`ParameterError`.
+
+    The comments of the parameters cell in ``notebooks/train.ipynb`` are the help texts below.
+    """
+
+    # what is trained
+    model: str = _par("lipschitz", choice("lipschitz", "mdeq"), "lipschitz or mdeq (the baseline)")
+    preset: str = _par("digits", choice(*PRESETS), f"sizes of the model: {', '.join(PRESETS)}")
+    ablation: str | None = _par(
+        None, choice(*ABLATIONS, none=True), "undo one modification: S1, …, S7 (Table 2)"
+    )
+    a: float = _par(0.4, number(0, 1, "(]"), "slope of SReLU, in (0, 1]; a to alpha2: not for mdeq")
+    c: float = _par(2.0, number(), "bound on the norm of every convolution of f, > 0")
+    gamma: float = _par(1.0, number(), "bound on |γ| of the norms of f, > 0")
+    alpha1: float = _par(0.5, number(0, 1), "convex mix in the residual block, in (0, 1)")
+    alpha2: float = _par(0.3, number(0, 1), "convex mix in the fusion, in (0, 1)")
+    n: int | None = _par(None, whole(none=True), "number of resolutions; None: those of the preset")
+    p: float = _par(0.3, number(0, 1, "[)"), "dropout rate, in [0, 1)")
+    # how the equilibrium and its gradient are found
+    method: str = _par("implicit", choice("implicit", "jfb", "phantom"), "gradient: implicit, jfb or phantom")
+    jacobian_weight: float = _par(0.0, number(0, ends="[)"), "weight of Jacobian regularisation, 0: off")
+    solver: str = _par(
+        "anderson", choice("anderson", "picard", "broyden"), "anderson, picard or broyden, both ways"
+    )
+    tol: float = _par(1e-3, number(), "relative residual at which a solve stops, > 0")
+    max_forward: int = _par(18, whole(), "largest number of evaluations of f in a forward solve")
+    max_backward: int = _par(20, whole(), "largest number of evaluations in a backward solve")
+    phantom_steps: int = _par(5, whole(), "steps of the phantom gradient")
+    phantom_damping: float = _par(0.5, number(0, 1, "(]"), "damping of the phantom gradient, in (0, 1]")
+    train_stem: bool = _par(True, _flag, "False: the stem keeps its random weights")
+    # data
+    data: str = _par("digits", _text, "digits, cifar10, tiny-imagenet-25, imagenet or a folder of data_root")
+    data_root: str = _par("data", _text, "folder of the data sets")
+    train_images: int | None = _par(None, whole(none=True), "number of training images; None: all")
+    val_images: int = _par(0, whole(0), "number of training images set aside for validation")
+    test_images: int | None = _par(None, whole(none=True), "number of test images; None: all")
+    resolution: int | None = _par(None, whole(none=True), "image size; None: that of the data set")
+    eval_split: str = _par("test", choice("test", "val"), "what is evaluated: test or val")
+    eval_every: int = _par(1, whole(), "epochs between evaluations; the last epoch always has one")
+    # optimisation
+    epochs: int = _par(12, whole(), "passes over the training images")
+    batch: int = _par(64, whole(2), "images per step, over all processes")
+    lr: float = _par(3e-3, number(), "first learning rate of Adam; cosine to 1e-6")
+    seed: int = _par(0, whole(0, 2**32 - 1), "decides everything random; same seed, same numbers")
+    # the machine
+    device: str = _par("auto", _device, "auto (a GPU if there is one), cpu, cuda or cuda:<number>")
+    threads: int = _par(1, whole(), "threads of one process on the CPU")
+    precision: str = _par("float32", choice("float32", "tf32", "bfloat16"), "float32, tf32 or bfloat16")
+    compile: bool = _par(False, _flag, "True: compile f with torch.compile")
+    # what is kept
+    out: str = _par("", _text, "folder of the run; empty: nothing is kept")
+    checkpoint_every: int = _par(100, whole(), "steps between checkpoints")
+    trace_epochs: tuple[int, ...] = _par((), _epochs, "epochs after which residual traces are recorded")
+
+    def __post_init__(self) -> None:
+        try:
+            for f in fields(self):
+                object.__setattr__(self, f.name, f.metadata["check"](f.name, getattr(self, f.name)))
+        except ValueError as e:
+            raise ParameterError(str(e)) from None
+        if self.ablation is not None and self.model == "mdeq":
+            raise ParameterError(f"ablation = {self.ablation!r}: must be None for model = 'mdeq'")
+        if self.eval_split == "val" and not self.val_images:
+            raise ParameterError("val_images = 0: must be >= 1 for eval_split = 'val'")
+        if any(e > self.epochs for e in self.trace_epochs):
+            raise ParameterError(
+                f"trace_epochs = {list(self.trace_epochs)}: must be whole numbers from 0 to epochs = {self.epochs}"
+            )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> RunConfig:
+        """From names and values; an unknown name raises :class:`ParameterError`."""
+        names = [f.name for f in fields(cls)]
+        for name, value in values.items():
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, 1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                raise ParameterError(
+                    f"{name} = {value!r}: not a parameter{hint}; must be one of {', '.join(names)}"
+                )
+        return cls(**values)
+
+    @classmethod
+    def from_namespace(cls, namespace: Mapping[str, object]) -> RunConfig:
+        """From the variables of a notebook: every plain value among them must be a parameter.
+
+        papermill only warns about names that the notebook does not have, and passes them on as variables.
+        """
+        plain = (str, int, float, bool, list, tuple, type(None))
+        return cls.from_mapping(
+            {k: v for k, v in namespace.items() if k[:1] != "_" and k != "In" and isinstance(v, plain)}
+        )
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, **changes: object) -> RunConfig:
+        """From a file under ``configs/``, with changes."""
+        import yaml
+
+        try:
+            values = yaml.safe_load(Path(path).read_text())
+        except OSError as e:
+            raise ParameterError(f"config = {str(path)!r}: cannot be read ({e.strerror})") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as e:
+            raise ParameterError(f"config = {str(path)!r}: is not YAML ({str(e).splitlines()[0]})") from None
+        if not isinstance(values, dict):
+            raise ParameterError(f"config = {str(path)!r}: must be lines of the form name: value")
+        return cls.from_mapping({**values, **changes})
+
+    def changed(self, **changes: object) -> RunConfig:
+        """The same with some parameters replaced."""
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict:
+        """Names and plain values, as JSON and YAML can hold them."""
+        return {**asdict(self), "trace_epochs": list(self.trace_epochs)}
+
+    def identity(self) -> dict:
+        """The parameters that decide the numbers: two runs with equal ones are the same run."""
+        return {k: v for k, v in self.to_dict().items() if k not in BOOKKEEPING}
+
+    def unlike_default(self) -> dict:
+        """The parameters that differ from their defaults."""
+        default = RunConfig().to_dict()
+        return {k: v for k, v in self.to_dict().items() if v != default[k]}
+
+    def command(self) -> str:
+        """A shell command that repeats the run."""
+        changes = {k: v for k, v in self.unlike_default().items() if k not in BOOKKEEPING}
+        return " ".join(["python -m lipmdeq train", *(f"-p {k} {_shell(v)}" for k, v in changes.items())])
+
+    def model_changes(self) -> dict:
+        """Keyword arguments for :func:`lipmdeq.model.configure`."""
+        names = ("p", "n") if self.model == "mdeq" else (*LIPSCHITZ, "p", "n")
+        return {k: getattr(self, k) for k in names}
+
+
+def _shell(value: object) -> str:
+    """A value as one word of a shell command."""
+    import shlex
+
+    return shlex.quote(str(value).replace(" ", "") if isinstance(value, list) else str(value))
