@@ -262,9 +262,9 @@ def fetch(name: str, root: str | Path = "data", tiny: str | None = None) -> None
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for old in root.glob(".fetch-*"):  # of a killed run; one that still runs is younger than a day
-            if time.time() - old.stat().st_mtime > 86400:
-                shutil.rmtree(old, ignore_errors=True)
+        for old in [*root.glob(".fetch-*"), *root.glob(".*.part")]:
+            if time.time() - old.stat().st_mtime > 86400:  # of a killed run: one that still runs is younger
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as work:
             sha = makers[name](root, Path(work))
     except OSError as e:

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import io
 import json
+import os
 import pickle
 import socket
 import subprocess
@@ -170,6 +171,17 @@ def test_an_epoch_holds_every_image_once():
     assert torch.equal(order.sort().values, torch.arange(100))
     assert train.steps(16, drop_last=True) == 6 == len(collect(train, drop_last=True)[0])
     assert torch.equal(torch.cat(collect(train)[1]), train.labels), "evaluation keeps the order"
+
+
+def test_augmentation_differs_between_batches_epochs_and_seeds():
+    first = {
+        (seed, epoch, b): u
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for b, (_, u) in enumerate(Plan(24, 8, train=True, seed=seed, epoch=epoch))
+    }
+    assert len({tuple(u.flatten().tolist()) for u in first.values()}) == len(first) == 12
+    assert all(u.shape == (8, 5) and 0 <= u.min() and u.max() < 1 for u in first.values())
 
 
 def test_processes_share_the_batches_of_one_process():
@@ -356,6 +368,16 @@ def test_fetch_is_idempotent_and_leaves_no_litter(cifar_root, capsys):
     fetch.fetch("cifar10", cifar_root)
     assert before == {p.name: p.stat().st_mtime_ns for p in cifar_root.iterdir()}
     assert "ready" in capsys.readouterr().out
+
+
+def test_leftovers_of_a_killed_run_go_after_a_day(cifar_root):
+    for name, age in ((".fetch-old", 90000), (".fetch-new", 0), (".old.part", 90000), (".new.part", 0)):
+        path = cifar_root / name
+        path.write_text("") if name.endswith("part") else path.mkdir()
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    (cifar_root / "cifar10.npz").unlink()
+    fetch.fetch("cifar10", cifar_root)
+    assert {p.name for p in cifar_root.glob(".*")} == {".fetch-new", ".new.part"}
 
 
 def test_missing_cifar10_names_the_command(tmp_path):
