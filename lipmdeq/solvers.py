@@ -1,0 +1,195 @@
+"""Fixed-point solvers for z = f(z): Picard (Banach), Anderson, Broyden.
+
+A state is a tensor of shape (B, ...) or a list of such tensors (the branches of an MDEQ). Samples of a batch are
+independent problems: every sample has its own residual, its own weights and its own stopping time, so that its result
+does not depend on its neighbours. Anderson and Broyden carry the same safeguard (`acceleration.Safeguard`): on a
+contraction they always converge, and are never more than one evaluation behind the bound of Banach's theorem.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lipmdeq.acceleration import AndersonStep, BroydenStep, PicardStep, rows
+from lipmdeq.tracking import (
+    Calls,
+    ConvergenceError,
+    Map,
+    Solution,
+    SolverWarning,
+    State,
+    Track,
+    require,
+    residual,
+    whole,
+)
+
+__all__ = ["Anderson", "Broyden", "ConvergenceError", "Picard", "Solution", "Solver", "SolverWarning"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """Options of every solver.
+
+    Attributes:
+        tol: a sample has converged when its residual is below tol; 0 runs all max_iter evaluations.
+        max_iter: largest number of evaluations of f.
+        relative: residual ||f(z)-z|| / ||f(z)|| (as in the paper), else ||f(z)-z||; norms over all branches.
+        stop: "worst" ends when every sample has converged, each frozen at its own time; "mean" ends when the mean
+            residual of the batch is below tol, and freezes none.
+    """
+
+    tol: float = 1e-3
+    max_iter: int = 50
+    relative: bool = True
+    stop: str = "worst"
+
+    def __post_init__(self):
+        require(isinstance(self.tol, int | float) and self.tol >= 0, "tol", self.tol, ">= 0")
+        require(whole(self.max_iter, 1), "max_iter", self.max_iter, "a whole number >= 1")
+        require(self.stop in ("worst", "mean"), "stop", repr(self.stop), "'worst' or 'mean'")
+
+    def solve(self, f: Map, z0: State, *, throw: bool = False, final: Map | None = None) -> Solution:
+        """Solve z = f(z) from z0, without graph.
+
+        Args:
+            f: map of the batch, z -> f(z), same structure and shapes.
+            z0: tensor (B, ...) or list of such tensors.
+            throw: raise ConvergenceError instead of a warning when a sample did not converge.
+            final: replaces f in the evaluation that is expected to be the last (there `implicit.deq` records the graph).
+        """
+        with torch.no_grad(), np.errstate(all="ignore"):
+            solution = self._solve(Calls(f, z0), final)
+        if solution.reason != "converged" and self.tol > 0:
+            if throw:
+                raise ConvergenceError(solution)
+            text = (
+                f"a solve stopped before every sample converged ({solution.reason}); see Solution.converged"
+            )
+            warnings.warn(text, SolverWarning, stacklevel=3)
+        return solution
+
+    def _solve(self, calls: Calls, final: Map | None) -> Solution:
+        z, step = calls.z0, self._step()
+        track = Track(self, z)
+        for k in range(self.max_iter):
+            last = final is not None and (track.expect_end or k == self.max_iter - 1)
+            fz = calls(z, final if last else None)
+            g = step.buffers(fz)
+            r, size = residual(z, fz, g)
+            target = track.observe(z, fz, r, size)
+            if track.done or k == self.max_iter - 1:
+                break
+            z = track.hold(step.propose(z, fz, r, size, target, ~track.frozen), z, fz)
+        return track.solution(calls, last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picard(Solver):
+    """z <- f(z), Banach's iteration; z <- (1-damping) z + damping f(z).
+
+    With a constant L < 1 of f (in l2) the number of steps comes from the a-priori bound, see `_count`, and no residual
+    is computed: `residuals` is then one row, the proved bound, and z the last iterate itself, after that many calls.
+    """
+
+    damping: float = 1.0
+    L: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(0 < self.damping <= 1, "damping", self.damping, "in (0, 1]")
+        require(self.L is None or 0 <= self.L < 1, "L", self.L, "in [0, 1), or None")
+        require(self.L is None or self.tol > 0, "tol", self.tol, "> 0 if L is given")
+
+    def _step(self) -> PicardStep:
+        return PicardStep(self.damping)
+
+    def _solve(self, calls: Calls, final: Map | None) -> Solution:
+        return super()._solve(calls, final) if self.L is None else self._a_priori(calls)
+
+    def _count(self, r0: np.ndarray | None, s0: np.ndarray | None) -> tuple[int | None, np.ndarray]:
+        """Smallest k at which every sample's residual is proved <= tol, and the bounds there (None: no proof).
+
+        With e = ||z_0 - z*||, q = 1 - damping (1 - L): ||z_k - z*|| <= q^k e, ||f(z_k) - z_k|| <= (1+L) q^k e, also
+        <= q^k r_0, and ||f(z_k)|| >= ||z*|| - L q^k e. From z_0 = 0, e = ||z*|| (r0 is None). Else e <= r_0 / (1-L) and
+        ||z*|| >= s_0 - L e with r_0 = ||f(z_0)-z_0||, s_0 = ||f(z_0)||.
+        """
+        q, L = 1 - self.damping * (1 - self.L), self.L
+        if r0 is None:
+            top, bottom, drop = np.array([1 + L]), np.array([1.0]), np.array([L])
+        else:
+            top, drop = r0, L * r0 / (1 - L)
+            bottom = s0 - drop
+        if not self.relative:
+            bottom, drop = np.ones_like(r0), np.zeros_like(r0)
+        if (bottom <= 0).any() or not np.isfinite(top).all():
+            return None, top
+        # top x <= tol (bottom - drop x) with x = q^k
+        x = (self.tol * bottom / (top + self.tol * drop)).min() if top.any() else 1.0
+        k = 1 if x >= 1 or q == 0 else math.ceil(math.log(x) / math.log(q) - 1e-9)
+        return max(k, 1), top * q**k / (bottom - drop * q**k)
+
+    def _a_priori(self, calls: Calls) -> Solution:
+        z, step, need = calls.z0, self._step(), None
+        if self.relative and not any(t.any() for t in z):
+            need, bound = self._count(None, None)
+        while calls.nfe < self.max_iter and (need is None or need > 0):
+            fz = calls(z)
+            if need is None:
+                need, bound = self._count(*residual(z, fz, step.buffers(fz)))
+            z = step.propose(z, fz)
+            need = need and need - 1
+        b = len(z[0])
+        finite = torch.stack([rows(t).isfinite().all(1) for t in z]).all(0).cpu()
+        reached = finite & (need == 0)
+        reasons = [
+            "converged" if ok else "max_iter" if fin else "nan"
+            for ok, fin in zip(reached, finite, strict=True)
+        ]
+        worst = next((s for s in ("nan", "max_iter") if s in reasons), "converged")
+        bound = np.broadcast_to(bound if need == 0 else np.nan, (1, b)).copy()
+        steps = torch.full((b,), calls.nfe)
+        pack, res = calls.pack(z), torch.from_numpy(bound)
+        return Solution(pack, res, calls.nfe, reached, worst, steps, reasons, calls.nfe, z_in=pack)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anderson(Solver):
+    """Anderson acceleration, type II, with a relative ridge and the Picard safeguard.
+
+    Attributes:
+        m: evaluations kept (the last one included). ridge: relative, see `acceleration.anderson_weights`.
+        beta: mixing of accelerated steps, z = sum alpha_i (z_i + beta g_i).
+    """
+
+    m: int = 6
+    ridge: float = 1e-4
+    beta: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(whole(self.m, 2), "m", self.m, "a whole number >= 2")
+        require(self.ridge > 0, "ridge", self.ridge, "> 0")
+        require(0 < self.beta <= 1, "beta", self.beta, "in (0, 1]")
+
+    def _step(self) -> AndersonStep:
+        return AndersonStep(self.m, self.ridge, self.beta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broyden(Solver):
+    """Broyden's good method on f(z) - z, limited memory (restart after m updates), with the Picard safeguard."""
+
+    m: int = 12
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(whole(self.m, 1), "m", self.m, "a whole number >= 1")
+
+    def _step(self) -> BroydenStep:
+        return BroydenStep(self.m)
