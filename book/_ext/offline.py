@@ -4,7 +4,9 @@
   font files: browsers may refuse those on pages that are opened from disk.
 * Jupyter Book always loads ``sphinx_thebe``, which writes the address of a CDN into every page. Nothing here
   uses it, so its event handlers are disconnected again.
-* The theme ships all of Font Awesome (1.5 MB of JavaScript); icons that no page names are dropped from it.
+* The theme ships all of Font Awesome, MathJax every alphabet of Unicode: what no page names is dropped (1.9 MB
+  per page).
+* Labels such as ``lem:gn`` have a colon, which Sphinx's search forgets to escape.
 """
 
 import re
@@ -14,11 +16,17 @@ from shutil import copy, copytree
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 
 UNUSED = ("sphinx_thebe", "sphinx_comments")
 MATHJAX = ["core", "input/tex", "output/svg", "a11y/assistive-mml"]
-# One icon in Font Awesome's table: "name":[width,height,[aliases],"code","path"]
+# One icon in Font Awesome's script, "name":[width,height,[aliases],"code","path"], and in its style sheet
 ICON = re.compile(r'"?([a-z0-9-]+)"?:\[\d+,\d+,\[([^\]]*)\],"[0-9a-f]+","[^"]*"\],?')
+ICON_RULE = re.compile(r'\.fa-([a-z0-9-]+):before\{content:"[^"]*"\}')
+# Fraktur, sans-serif and monospace letters in MathJax's font, and the commands that would need them
+GLYPH = re.compile(r'\b(\d{6}):"[^"]*",?')
+ALPHABETS = [(0x1D504, 0x1D537), (0x1D56C, 0x1D6A3), (0x1D7E2, 0x1D7FF)]
+ALPHABET_COMMANDS = re.compile(r"\\(mathfrak|frak|mathsf|mathtt|textsf|texttt|sf|tt)\b")
 
 
 def configure(app: Sphinx, config: Any) -> None:
@@ -34,9 +42,8 @@ def configure(app: Sphinx, config: Any) -> None:
 
 def copy_mathjax(static: Path) -> None:
     """Copy the parts that are loaded at once, and the TeX extensions that are loaded on demand."""
-    source = Path(
-        str(distribution("sphinx-mathjax-offline").locate_file("sphinx-mathjax-offline/static/mathjax"))
-    )
+    package = distribution("sphinx-mathjax-offline")
+    source = Path(str(package.locate_file("sphinx-mathjax-offline/static/mathjax")))
     for name in ["startup", *MATHJAX, "output/svg/fonts/tex"]:
         target = static / "mathjax" / f"{name}.js"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -44,27 +51,46 @@ def copy_mathjax(static: Path) -> None:
     copytree(source / "input/tex/extensions", static / "mathjax/input/tex/extensions", dirs_exist_ok=True)
 
 
-def trim_icons(html: Path, static: Path) -> None:
-    """Keep only the Font Awesome icons whose class name occurs in a page or in the theme's scripts."""
-    scripts = static / "scripts"
-    bundle = scripts / "fontawesome.js"
-    readers = [*html.rglob("*.html"), *(path for path in scripts.glob("*.js") if path != bundle)]
-    used = {name for path in readers for name in re.findall(r"\bfa-([a-z0-9-]+)", path.read_text("utf8"))}
+def rewrite(path: Path, pattern: re.Pattern[str], keep: Any) -> None:
+    """Delete the matches of ``pattern`` in a file for which ``keep(match)`` is false."""
+    text = path.read_text("utf8")
+    path.write_text(pattern.sub(lambda match: match[0] if keep(match) else "", text), "utf8")
 
-    def keep(icon: re.Match[str]) -> str:
-        names = {icon[1], *re.findall(r'"([a-z0-9-]+)"', icon[2])}
-        return icon[0] if names & used else ""
 
-    bundle.write_text(ICON.sub(keep, bundle.read_text("utf8")), "utf8")
-    for source_map in static.rglob("*.map"):  # of no use to a reader
+def trim(html: Path, static: Path) -> None:
+    """Drop icons and alphabets that no page uses, and source maps."""
+    icons = static / "scripts" / "fontawesome.js"
+    readers = [*html.rglob("*.html"), *(path for path in icons.parent.glob("*.js") if path != icons)]
+    text = "\n".join(path.read_text("utf8") for path in readers)
+    used = set(re.findall(r"\bfa-([a-z0-9-]+)", text))
+    rewrite(icons, ICON, lambda icon: used & {icon[1], *re.findall(r'"([a-z0-9-]+)"', icon[2])})
+    rewrite(static / "styles" / "pydata-sphinx-theme.css", ICON_RULE, lambda rule: rule[1] in used)
+    if not ALPHABET_COMMANDS.search(text):
+        rewrite(
+            static / "mathjax" / "output/svg/fonts/tex.js",
+            GLYPH,
+            lambda glyph: not any(low <= int(glyph[1]) <= high for low, high in ALPHABETS),
+        )
+    for source_map in static.rglob("*.map"):
         source_map.unlink()
+
+
+def mend_search(static: Path) -> None:
+    """Sphinx looks an anchor up as a CSS selector, where the colon of ``#lem:gn`` must be escaped."""
+    script = static / "searchtools.js"
+    text = script.read_text("utf8")
+    plain = '`[role="main"] ${anchor}`'
+    if plain not in text:
+        raise ExtensionError("searchtools.js has changed: look at mend_search in book/_ext/offline.py")
+    script.write_text(text.replace(plain, '`[role="main"] #${CSS.escape(anchor.slice(1))}`'), "utf8")
 
 
 def finish(app: Sphinx, exception: Exception | None) -> None:
     if exception is None and app.builder.format == "html":
         html = Path(app.outdir)
         copy_mathjax(html / "_static")
-        trim_icons(html, html / "_static")
+        trim(html, html / "_static")
+        mend_search(html / "_static")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

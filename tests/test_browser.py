@@ -1,0 +1,184 @@
+"""The built book in headless Chromium: no outside request, no console error, mathematics rendered.
+
+Skipped, with the reason, where there is no Chromium or no built book; a failure instead if the environment
+variable LIPMDEQ_REQUIRE_BROWSER is set, as it is in `.ci/run` after the book is built.
+"""
+
+import os
+import shutil
+import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin, urlparse
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+HTML = ROOT / "_build" / "html"
+sys.path.insert(0, str(ROOT / "tools"))
+
+from check_book import faults, pages  # noqa: E402
+
+PAGES = pages(yaml.safe_load((ROOT / "_toc.yml").read_text("utf8")))
+HEAVIEST = 3_000_000  # bytes that one page may load, uncompressed
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+pytestmark = pytest.mark.browser
+
+
+def give_up(reason: str) -> None:
+    if os.environ.get("LIPMDEQ_REQUIRE_BROWSER"):
+        pytest.fail(f"required here: {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chromium = next((found for found in map(shutil.which, names) if found), None)
+    if chromium is None:
+        give_up("no Chromium on this machine (Debian, Ubuntu: apt-get install chromium)")
+    if not HTML.is_dir():
+        give_up("the book is not built (make book)")
+    if found := faults():
+        give_up(f"the built book is not the current one (make book): {found[0]}")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The book on http://127.0.0.1:<port>."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(HTML)))
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{httpd.server_port}"
+    httpd.shutdown()
+
+
+class Visit:
+    """One opened page, with everything that it asked for and complained about."""
+
+    def __init__(self, context, url: str):
+        self.requests: set[str] = set()
+        self.complaints: list[str] = []
+        self.page = context.new_page()
+        self.page.on("request", lambda request: self.requests.add(request.url))
+        self.page.on("console", lambda m: m.type == "error" and self.complaints.append(m.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("requestfailed", lambda request: self.complaints.append(f"failed: {request.url}"))
+        self.page.goto(url, wait_until="load")
+        if self.page.locator(".math").count():
+            self.page.wait_for_function("window.MathJax?.startup?.promise")
+            self.page.evaluate("MathJax.startup.promise")
+
+    def outside(self, *allowed: str) -> list[str]:
+        return sorted(url for url in self.requests if not url.startswith(("data:", "blob:", *allowed)))
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens pages in a fresh profile; keywords as of Playwright's new_context."""
+    opened = []
+
+    def open_page(url: str, **options) -> Visit:
+        opened.append(browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options}))
+        return Visit(opened[-1], url)
+
+    yield open_page
+    for context in opened:
+        context.close()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_from_disk_without_network(visit, name):
+    seen = visit((HTML / f"{name}.html").as_uri(), offline=True)
+    page = seen.page
+    assert not seen.outside("file://"), "asks for something outside the book"
+    assert not seen.complaints
+    formulas = page.locator("span.math, div.math").count()
+    assert page.locator("mjx-container").count() >= formulas, "mathematics not rendered"
+    assert page.locator("mjx-merror, [data-mjx-error]").count() == 0, "a formula with an error"
+    unknown = page.eval_on_selector_all("mjx-container text", "nodes => nodes.map(n => n.textContent)")
+    assert not [t for t in unknown if t.strip() and not t.isascii()], "a glyph is missing from the font"
+    broken = page.eval_on_selector_all(
+        "img", "images => images.filter(i => !i.complete || !i.naturalWidth || !i.alt).map(i => i.src)"
+    )
+    assert not broken, "images without alt text, or not loaded"
+    files = {Path(unquote(urlparse(url).path)) for url in seen.requests if url.startswith("file:")}
+    assert sum(file.stat().st_size for file in files) <= HEAVIEST
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_served(visit, server, name):
+    seen = visit(f"{server}/{name}.html")
+    assert not seen.outside(server)
+    assert not seen.complaints
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_on_a_phone(visit, name):
+    page = visit((HTML / f"{name}.html").as_uri(), viewport={"width": 390, "height": 844}).page
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= 390, "the page scrolls sideways"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_follows_the_readers_colour_scheme(visit, scheme):
+    page = visit((HTML / f"{PAGES[0]}.html").as_uri(), color_scheme=scheme).page
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    brightness = page.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
+    )
+    assert (sum(brightness) > 600) == (scheme == "light")
+
+
+def test_start_page_leads_to_the_book(visit):
+    page = visit((HTML / "index.html").as_uri()).page
+    page.wait_for_url(f"**/{PAGES[0]}.html")
+
+
+def test_search_when_served(visit, server):
+    seen = visit(f"{server}/search.html?q=normalisation")
+    links = seen.page.locator("#search-results li a")
+    links.first.wait_for(timeout=15_000)
+    assert any("05_normalisation" in (link.get_attribute("href") or "") for link in links.all())
+    assert not seen.outside(server)
+    assert not seen.complaints
+
+
+def test_links_inside_the_book_resolve(visit):
+    """Every relative link of every page names a file that exists and, after the #, an element in it."""
+    links: dict[str, set[str]] = {}
+    ids: dict[str, set[str]] = {}
+    for name in PAGES:
+        url = (HTML / f"{name}.html").as_uri()
+        page = visit(url).page
+        ids[url] = set(page.eval_on_selector_all("[id]", "nodes => nodes.map(n => n.id)"))
+        hrefs = page.eval_on_selector_all("a[href]", "nodes => nodes.map(n => n.getAttribute('href'))")
+        links[url] = {urljoin(url, href) for href in hrefs}
+    dead = []
+    for source, targets in links.items():
+        for target in targets:
+            file, fragment = urldefrag(target)
+            if not file.startswith("file:"):
+                continue
+            exists = Path(unquote(urlparse(file).path)).is_file()
+            named = not fragment or file not in ids or unquote(fragment) in ids[file]
+            if not exists or not named:
+                dead.append(f"{Path(source).name} -> {Path(file).name}#{fragment}")
+    assert not dead

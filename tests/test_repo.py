@@ -1,0 +1,191 @@
+"""The repository agrees with itself: table of contents, notebooks, versions, light import."""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from check_book import pages  # noqa: E402
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LESSONS = [path for path in NOTEBOOKS if re.match(r"(0[1-9]|1[01])_", path.name)]  # those with exercises
+TOC = pages(yaml.safe_load((ROOT / "_toc.yml").read_text("utf8")))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
+
+
+def name_of(path: Path) -> str:
+    return path.stem
+
+
+def load(path: Path) -> dict:
+    return json.loads(path.read_text("utf8"))
+
+
+def code_cells(path: Path) -> list[dict]:
+    return [c for c in load(path)["cells"] if c["cell_type"] == "code" and "".join(c["source"]).strip()]
+
+
+# ---- table of contents
+
+
+def test_every_page_is_in_the_table_of_contents():
+    sources = [*NOTEBOOKS, *(ROOT / "book").glob("*.md"), *(ROOT / "book").glob("*.ipynb")]
+    missing = {str(path.relative_to(ROOT).with_suffix("")) for path in sources} - set(TOC)
+    assert not missing, f"not in _toc.yml, so never built: {sorted(missing)}"
+
+
+def test_every_entry_of_the_table_of_contents_exists_once():
+    absent = [page for page in TOC if not any((ROOT / f"{page}{end}").is_file() for end in (".md", ".ipynb"))]
+    assert not absent, f"in _toc.yml without a file: {absent}"
+    assert len(TOC) == len(set(TOC)), "a page is listed twice"
+
+
+# ---- notebooks
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_notebook_format(path):
+    notebook = load(path)
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) >= (4, 5)
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(ids) == len(set(ids)), "cell ids must be unique"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_notebook_outputs_are_stored(path):
+    """A cell without stored outputs passes nbval whatever it prints, so every cell must have run, in order."""
+    cells = code_cells(path)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), "run: make outputs"
+    for cell in cells:
+        assert all(output["output_type"] != "error" for output in cell["outputs"])
+    for cell in cells:
+        text = json.dumps(cell["outputs"])
+        assert not re.search(r"/(home|root|Users|tmp|work)/", text), (
+            f"a machine's path in the output of {cell['id']}"
+        )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_cells_are_short(path):
+    lengths = [len("".join(cell["source"]).splitlines()) for cell in code_cells(path)]
+    assert max(lengths) <= 40
+    assert statistics.median(lengths) <= 8
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_figures_have_alt_text(path):
+    for cell in code_cells(path):
+        images = [o for o in cell["outputs"] if any(kind.startswith("image/") for kind in o.get("data", {}))]
+        alt = cell["metadata"].get("mystnb", {}).get("image", {}).get("alt", "")
+        assert not images or len(alt) > 20, f"cell {cell['id']}: alt text in metadata mystnb.image.alt"
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=name_of)
+def test_lesson_anatomy(path):
+    cells = load(path)["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    assert re.search(r"^(\([\w-]+\)=\n)?# ", text), "begins with its title"
+    assert ":class: lesson" in text, "the box: what you will be able to do, what you need, how long it takes"
+    first = next(cell for cell in cells if cell["cell_type"] == "code")
+    assert "hide-input" in first["metadata"].get("tags", []), "the set-up cell is tagged hide-input"
+    exercises = re.findall(r"\{exercise(?:-start)?\}[^\n]*\n:label: (\S+)", text)
+    solutions = re.findall(r"\{solution(?:-start)?\} (\S+)", text)
+    assert 3 <= len(exercises) <= 5
+    assert sorted(exercises) == sorted(solutions), "each exercise has one solution"
+    assert text.count(":class: dropdown") >= len(solutions), "solutions fold out"
+    assert re.search(r"^## Summary", text, re.M)
+
+
+# ---- versions
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text("utf8").splitlines()
+    pins = [line.split("==") for line in lines if line and not line.startswith("#")]
+    assert all(len(pin) == 2 and re.fullmatch(r"[\w.+!-]+", pin[1]) for pin in pins), "only name==version"
+    return {normal(name): pinned for name, pinned in pins}
+
+
+def requirements() -> set[str]:
+    project = PYPROJECT["project"]
+    listed = project["dependencies"] + [
+        r for extra in project["optional-dependencies"].values() for r in extra
+    ]
+    return {normal(re.match(r"[\w.-]+", requirement)[0]) for requirement in listed}
+
+
+def test_one_version_number():
+    import lipmdeq
+
+    stated = PYPROJECT["project"]["version"]
+    assert lipmdeq.__version__ == stated
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf8"))["version"] == stated
+    assert f"## {stated}" in (ROOT / "CHANGELOG.md").read_text("utf8")
+
+
+def test_constraints_pin_every_requirement():
+    assert not requirements() - set(constraints())
+
+
+def test_these_tests_run_with_the_pinned_versions():
+    pins = constraints()
+    different = {}
+    for name in requirements():
+        try:
+            installed = version(name).split("+")[0]  # torch adds its build, as in 2.14.1+cpu
+        except PackageNotFoundError:
+            installed = "absent"
+        if installed != pins[name]:
+            different[name] = (installed, pins[name])
+    assert not different, f"installed, pinned: {different}; run: make setup"
+
+
+def test_conda_uses_the_same_versions():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text("utf8"))
+    pip = next(entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
+    assert pip == ["-c constraints.txt", "-e .[book,test,workflow]"]
+    assert "python=3.11" in environment["dependencies"]
+
+
+# ---- the package
+
+
+def test_import_is_light():
+    """`import lipmdeq` and the closed forms must not cost the seconds that torch takes."""
+    for statement in ("import lipmdeq", "import lipmdeq.bounds", "import lipmdeq.checks"):
+        probe = f"{statement}; import sys; sys.exit('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT).returncode == 0, statement
+
+
+def test_public_names():
+    import lipmdeq
+
+    for name in lipmdeq.__all__:
+        assert getattr(lipmdeq, name) is not None
+        assert name in dir(lipmdeq)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = lipmdeq.nonsense
+
+
+def test_the_picture_is_current(tmp_path):
+    """The README's picture is what lipmdeq.bounds gives now."""
+    drawn = tmp_path / "readings.svg"
+    subprocess.run([sys.executable, ROOT / "tools" / "picture.py", drawn], check=True)
+    assert drawn.read_text("utf8") == (ROOT / "book/_static/readings.svg").read_text("utf8"), (
+        "run: make picture"
+    )
