@@ -229,7 +229,8 @@ def _network(spec, rng, dims, nonlinear):
         for i in range(n)
         for j in range(i + 1, n)
     }
-    shift = rng.standard_normal(sum(dims)) if nonlinear else np.zeros(sum(dims))
+    # of the size of f's own part, so that differences of f lose no digits
+    shift = spec.L("spectral") * rng.standard_normal(sum(dims)) if nonlinear else np.zeros(sum(dims))
 
     def f(flat):
         z = np.split(flat, np.cumsum(dims)[:-1])
@@ -249,14 +250,10 @@ def _network(spec, rng, dims, nonlinear):
                     x = up[i, j] @ x
                 if j != i:
                     total = total + spec.alpha2 * w[i, j] * x
-            out.append(post * _unit(dims[i]) @ (conv[2][i] @ act(total)))
+            out.append(post * (conv[2][i] @ act(total)))
         return np.concatenate(out) + shift
 
     return f
-
-
-def _unit(d):
-    return np.eye(d)
 
 
 @settings(max_examples=60, deadline=None)
