@@ -121,7 +121,7 @@ def largest(
 
 @dataclass(frozen=True)
 class Advice:
-    """Change `field` from `now` to `to` (or beyond, away from `now`, within its range) and L is `L`."""
+    """Change `field` from `now` to `to`, and the constant becomes `L`."""
 
     field: str
     now: float
@@ -139,8 +139,7 @@ def advise(
 ) -> list[Advice]:
     """Every change of one single field that brings L below `target`; empty if L is there already.
 
-    `to` is the nearest value that does it, rounded towards the safe side. For n, the
-    largest smaller n.
+    `to` is the nearest value that does it, rounded towards the safe side; for n, the largest smaller n.
     """
     if spec.L(reading, train) < check_range("target", target):
         return []
@@ -152,8 +151,8 @@ def advise(
         now = getattr(spec, field)
         edge, round_ = (interval[1], math.floor) if now > interval[1] else (interval[0], math.ceil)
         # four decimals, or four digits of a number below 0.1
-        unit = 10.0 ** (min(0, math.floor(math.log10(edge)) + 1) - 4) if edge > 0 else 1.0
-        rounded = round_(edge / unit) * unit
+        digits = 4 - min(0, math.floor(math.log10(edge)) + 1) if edge > 0 else 4
+        rounded = round(round_(edge * 10.0**digits) / 10.0**digits, digits)
         to = rounded if interval[0] <= rounded <= interval[1] else edge
         found.append(Advice(field, now, to, replace(spec, **{field: to}).L(reading, train)))
     for n in range(spec.n - 1, 0, -1):
