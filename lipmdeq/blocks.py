@@ -1,0 +1,300 @@
+"""The fixed-point map f of MDEQ and Lipschitz MDEQ: residual blocks → fusion → post-fusion (M1–M3 and L1–L3
+of the paper).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipmdeq import bounds
+from lipmdeq.layers import (
+    GN,
+    MGN,
+    Conv,
+    ConvNorm,
+    DownPath,
+    Leaf,
+    SReLU,
+    UpPath,
+    VariationalDropout,
+    _into,
+    _no_answer,
+    _per_channel,
+    add_up2,
+    norm_act,
+    scale_shift,
+    spatial_mean,
+)
+
+if TYPE_CHECKING:
+    from lipmdeq.model import ModelConfig
+
+
+def _key(i: int, j: int) -> str:
+    """Name of the path from branch j to branch i, counted from 1 as in the paper."""
+    return f"{j + 1}to{i + 1}"
+
+
+class ResidualBlock(nn.Module):
+    """One branch of M1 / L1: conv · norm1 · act · conv · dropout · + u · norm2 · mix with the input · act ·
+    norm3.
+
+    The mix is x + g(x), or (1−α1)·x + α1·g(x) when alpha is given. Written as κ·(x + r·g(x)), κ goes through
+    the activation (positively homogeneous) and into norm3, so it costs nothing.
+    """
+
+    def __init__(
+        self,
+        make_conv: Callable,
+        make_norm: Callable,
+        channels: int,
+        expansion: int,
+        a: float,
+        p: float,
+        alpha,
+    ):
+        super().__init__()
+        wide = expansion * channels
+        self.conv1, self.norm1 = make_conv(channels, wide), make_norm(wide)
+        self.conv2, self.drop, self.norm2 = (
+            make_conv(wide, channels),
+            VariationalDropout(p),
+            make_norm(channels),
+        )
+        self.act, self.norm3, self.alpha = SReLU(a), make_norm(channels), alpha
+
+    def forward(self, x: Tensor, u: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        kappa, r = (1.0, 1.0) if self.alpha is None else (1 - self.alpha, self.alpha / (1 - self.alpha))
+        y = self.conv2(norm_act(self.norm1, self.conv1(x), self.act.a))
+        if mask is not None:
+            mask = _per_channel(mask)
+            y = torch.mul(y, mask, out=_into(y)) if u is None else torch.addcmul(u, y, mask, out=_into(y))
+        elif u is not None:
+            y = torch.add(y, u, out=_into(y))
+        if not isinstance(self.norm3, MGN):
+            v = torch.add(x, self.norm2(y), alpha=r).relu_()
+            return self.norm3(v if kappa * self.act.a == 1.0 else v * (kappa * self.act.a))
+        s, b = self.norm2.affine(spatial_mean(y))
+        v = torch.addcmul(x, y, _per_channel(r * s), out=_into(y))
+        return relu_then_norm(v, r * b, self.norm3, kappa * self.act.a)
+
+    def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
+        answer = leaf(self)
+        if answer is not None:
+            return answer
+        inner = (self.conv1, self.norm1, self.act, self.conv2, self.drop, self.norm2)
+        g = bounds.lip_compose(*(m.lipschitz(leaf, train) for m in inner))
+        mix = bounds.lip_residual(g) if self.alpha is None else bounds.lip_convex(self.alpha, g)
+        return bounds.lip_compose(mix, self.act.lipschitz(leaf, train), self.norm3.lipschitz(leaf, train))
+
+
+def relu_then_norm(v: Tensor, shift: Tensor, norm: MGN, k: float) -> Tensor:
+    """MGN(k·max(0, v + shift)), shift (B, C), in three passes: max(0, v + t) = max(v, −t) + t, and + t joins
+    the norm.
+    """
+    v = torch.maximum(v, _per_channel(-shift), out=_into(v))
+    s, b = norm.affine(k * (spatial_mean(v) + shift))
+    return scale_shift(
+        v, k * s, torch.addcmul(b, shift, torch.as_tensor(k * s, dtype=b.dtype, device=b.device))
+    )
+
+
+class PostFusion(nn.Module):
+    """M3 / L3 for one branch: act · conv1x1 · norm. The (B, C) shift left over from the fusion enters here."""
+
+    def __init__(self, pair: ConvNorm, a: float):
+        super().__init__()
+        self.act, self.pair = SReLU(a), pair
+
+    def forward(self, z: Tensor, shift: Tensor | float = 0.0, k: float = 1.0) -> Tensor:
+        """norm(conv(SReLU(k·(z + shift)))), k > 0."""
+        k = k * self.act.a
+        conv, norm = self.pair
+        if not isinstance(norm, MGN):
+            z = F.relu(z if isinstance(shift, float) else z + _per_channel(shift))
+            return norm(conv(z if k == 1.0 else z * k))
+        if isinstance(shift, float):
+            y, t = conv(z.relu()), 0.0
+        else:
+            y = conv(torch.maximum(z, _per_channel(-shift), out=_into(z)))
+            t = (
+                shift @ conv.kernel()[:, :, 0, 0].mT
+            )  # a 1x1 convolution sends channel shifts to channel shifts
+        s, b = norm.affine(k * (spatial_mean(y) + t))
+        b = b + k * s * t
+        return scale_shift(y, k * s, b)
+
+    def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
+        answer = leaf(self)
+        return (
+            answer
+            if answer is not None
+            else bounds.lip_compose(self.act.lipschitz(leaf, train), self.pair.lipschitz(leaf, train))
+        )
+
+
+class Fusion(nn.Module):
+    """M2 / L2: every branch receives every other one.
+
+    z̃_i = ẑ_i + Σ_j w_ij·Fuse_ij(ẑ_j), or (1−α2)·ẑ_i + α2·Σ_j w_ij·Fuse_ij(ẑ_j) when alpha is given. Returned
+    as (z, shift, κ) with z̃_i = κ·(z_i + shift_i): the post-fusion layer absorbs κ and the shifts. The up
+    paths are summed from the lowest resolution upwards, so that each map is up-sampled by 2 once.
+
+    Args:
+        paths: paths[i][j] is the module from branch j to branch i (None on the diagonal).
+        weights: n x n matrix w (zero on the diagonal).
+        alpha: α2, or None for plain sums.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Sequence[nn.Module | None]],
+        weights: Sequence[Sequence[float]],
+        alpha: float | None,
+    ):
+        super().__init__()
+        self.n, self.alpha = len(paths), alpha
+        self.weights = [[float(w) for w in row] for row in weights]
+        self.paths = nn.ModuleDict(
+            {_key(i, j): m for i, row in enumerate(paths) for j, m in enumerate(row) if m is not None}
+        )
+
+    def forward(self, z: list[Tensor]) -> tuple[list[Tensor], list[Tensor | float], float]:
+        kappa, r = (1.0, 1.0) if self.alpha is None else (1 - self.alpha, self.alpha / (1 - self.alpha))
+        out, shifts = [], []
+        for i in range(self.n):
+            acc, shift = z[i], 0.0
+            for j in range(i):
+                path = self.paths[_key(i, j)]
+                acc, shift = path.pairs[-1].add_to(acc, shift, path.head(z[j]), r * self.weights[i][j])
+            low = None
+            for j in range(self.n - 1, i, -1):
+                y = self._normed(self.paths[_key(i, j)].pair, z[j], r * self.weights[i][j])
+                low = y if low is None else add_up2(y, low)
+            if low is not None:
+                acc = add_up2(acc if acc is not z[i] or torch.is_grad_enabled() else acc.clone(), low)
+            out.append(acc)
+            shifts.append(shift)
+        return out, shifts, kappa
+
+    @staticmethod
+    def _normed(pair: ConvNorm, x: Tensor, w: float) -> Tensor:
+        """w·norm(conv(x))."""
+        y = pair.conv(x)
+        if isinstance(pair.norm, MGN):
+            s, b = pair.norm.affine(spatial_mean(y))
+            return scale_shift(y, w * s, w * b)
+        return pair.norm(y) * w if w != 1.0 else pair.norm(y)
+
+    def matrix(self, leaf: Leaf = _no_answer, train: bool = True) -> list[list[float]]:
+        """The n x n comparison matrix M: ‖z̃_i − z̃'_i‖ ≤ Σ_j M_ij ‖ẑ_j − ẑ'_j‖."""
+        own, other = (1.0, 1.0) if self.alpha is None else (1 - self.alpha, self.alpha)
+        return [
+            [
+                own if i == j else other * self.weights[i][j] * self.paths[_key(i, j)].lipschitz(leaf, train)
+                for j in range(self.n)
+            ]
+            for i in range(self.n)
+        ]
+
+
+class FixedPointMap(nn.Module):
+    """f_θ(z; x) = post-fusion(fusion(residual(z))) on the list of branches; u is the injected input, only in
+    branch 1.
+    """
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.n, ch, sizes = cfg.n, cfg.channels, cfg.sizes()
+        c = cfg.c if cfg.constrain else None
+        gamma = cfg.gamma if cfg.clip else None
+        a = cfg.a
+
+        def conv(i: int, k: int, stride: int = 1, wn: bool = False) -> Callable[[int, int], Conv]:
+            return lambda cin, cout: Conv(cin, cout, k, stride, c, sizes[i], wn)
+
+        def norm(channels: int, groups: int = cfg.groups, affine: bool = True):
+            return (MGN if cfg.norm == "mgn" else GN)(
+                groups, channels, affine, gamma if affine else cfg.gamma
+            )
+
+        def down(i: int, j: int) -> DownPath:
+            pairs = []
+            for s in range(j, i):
+                cout = ch[i] if s == i - 1 else ch[j]
+                pairs.append(ConvNorm(conv(s, 3, 2)(ch[j], cout), norm(cout)))
+            return DownPath(pairs, a)
+
+        def path(i: int, j: int) -> nn.Module | None:
+            if i == j:
+                return None
+            return down(i, j) if j < i else UpPath(ConvNorm(conv(j, 1)(ch[j], ch[i]), norm(ch[i])), j - i)
+
+        wn = cfg.weight_norm
+        alpha1, alpha2 = (cfg.alpha1 if cfg.mix1 else None), (cfg.alpha2 if cfg.mix2 else None)
+        self.residual = nn.ModuleList(
+            ResidualBlock(conv(i, 3, wn=wn), norm, ch[i], cfg.expansion, a, cfg.p, alpha1)
+            for i in range(self.n)
+        )
+        self.fusion = Fusion(
+            [[path(i, j) for j in range(self.n)] for i in range(self.n)],
+            fusion_weights(cfg.fusion, self.n),
+            alpha2,
+        )
+        post_groups = max(1, cfg.groups // 2)
+        self.post = nn.ModuleList(
+            PostFusion(
+                ConvNorm(conv(i, 1, wn=wn)(ch[i], ch[i]), norm(ch[i], post_groups, cfg.post_affine)), a
+            )
+            for i in range(self.n)
+        )
+
+    def masks(self, like: Tensor) -> list[Tensor | None]:
+        """Dropout masks for one forward pass, to be held through both solves; None where dropout is off."""
+        return [block.drop.draw(like.shape[0], block.norm2.channels, like) for block in self.residual]
+
+    def forward(
+        self, z: Sequence[Tensor], u: Tensor, masks: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor]:
+        masks = masks or [None] * self.n
+        z = [block(z[i], u if i == 0 else None, masks[i]) for i, block in enumerate(self.residual)]
+        z, shifts, k = self.fusion(z)
+        return [post(z[i], shifts[i], k) for i, post in enumerate(self.post)]
+
+    def matrix(self, leaf: Leaf = _no_answer, train: bool = True) -> np.ndarray:
+        """Comparison matrix N_ij = L̄_i·M_ij·L̂_j: ‖f(z)_i − f(z')_i‖ ≤ Σ_j N_ij ‖z_j − z'_j‖."""
+        hat = np.array([block.lipschitz(leaf, train) for block in self.residual])
+        bar = np.array([post.lipschitz(leaf, train) for post in self.post])
+        return bar[:, None] * np.array(self.fusion.matrix(leaf, train)) * hat[None, :]
+
+    def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True, reading: str = "perron") -> float:
+        """L from the module tree: the "frobenius", "spectral" or "perron" reading of the comparison matrix."""
+        readings = {
+            "frobenius": bounds.frobenius,
+            "spectral": bounds.spectral,
+            "perron": lambda m: bounds.perron(m)[0],
+        }
+        if reading not in readings:
+            raise ValueError(f"reading = {reading!r}: must be one of {', '.join(readings)}")
+        matrix = self.matrix(leaf, train)
+        return readings[reading](matrix) if np.isfinite(matrix).all() else float("inf")
+
+    def constrain(self) -> None:
+        """‖W‖₂ ≤ c and |γ| ≤ γ̄ wherever the configuration asks for it."""
+        for module in self.modules():
+            if isinstance(module, Conv | GN | MGN):
+                module.constrain()
+
+
+def fusion_weights(kind: str, n: int) -> np.ndarray:
+    """w_ij: softmax of the level differences (the paper), their uniform mean (S4 as run) or ones (plain sum)."""
+    if kind == "softmax":
+        return np.asarray(bounds.fusion_weights(n), dtype=float)
+    ones = np.ones((n, n)) - np.eye(n)
+    return ones / max(1, n - 1) if kind == "mean" else ones

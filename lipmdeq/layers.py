@@ -1,0 +1,361 @@
+"""The building blocks of f, each of which knows its own Lipschitz constant.
+
+Every module has ``lipschitz(leaf, train)``. A leaf (convolution, norm, activation, dropout, up-sampling)
+answers with its constant; a container composes the answers of its children by Lemma 3.1 (sum and composition)
+and nothing else. So the constant of the whole map comes from the module tree. ``leaf(module)`` may answer
+first: the certificate uses this to put the proved norm of the live weight in the place of the worst case that
+the specification allows. ``None`` means "no answer".
+
+Evaluation is arranged for speed, without a second code path: mean-only normalisation is affine once the means
+are known (``MGN.affine``), so its scale and shift, the slope of the scaled ReLU and the weights of the mixes
+are merged into single passes over the feature map. Tensors are (B, C, H, W), best in ``channels_last``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipmdeq import bounds
+from lipmdeq.guard import NormGuard
+
+Leaf = Callable[[nn.Module], float | None]
+
+
+def _no_answer(module: nn.Module) -> float | None:
+    return None
+
+
+def _into(y: Tensor) -> Tensor | None:
+    """Where an element-wise result may go: over y itself in a solve, a new tensor when autograd records."""
+    return None if torch.is_grad_enabled() or torch.compiler.is_compiling() else y
+
+
+def _per_channel(v: Tensor) -> Tensor:
+    return v[..., None, None]
+
+
+class Conv(nn.Module):
+    """Bias-free convolution, ‖W‖₂ ≤ c when c is given (Conv*, Lemma ``lem:conv``).
+
+    The constraint acts on the operator (real map size, zero padding, stride) and on the weight that the
+    forward pass uses: with weight normalisation W = g·v/‖v‖ the projection shrinks g, so the next forward
+    pass cannot undo it.
+
+    Args:
+        cin, cout, k, stride: the usual sizes; padding is (k − 1)/2.
+        c: bound on the operator norm, or None for a free convolution.
+        size: (H, W) of the input map, on which the norm is meant.
+        weight_norm: parametrise W by length and direction for each output channel.
+    """
+
+    def __init__(
+        self,
+        cin: int,
+        cout: int,
+        k: int = 3,
+        stride: int = 1,
+        c: float | None = None,
+        size: tuple[int, int] = (8, 8),
+        weight_norm: bool = False,
+    ):
+        super().__init__()
+        self.stride, self.padding, self.c, self.size = stride, (k - 1) // 2, c, tuple(size)
+        self.weight = nn.Parameter(torch.empty(cout, cin, k, k).normal_(0.0, 0.01))
+        self.g = nn.Parameter(self.weight.detach().flatten(1).norm(dim=1)) if weight_norm else None
+        self._guard: NormGuard | None = None
+
+    def kernel(self) -> Tensor:
+        """The weight in use, (C_out, C_in, k, k)."""
+        if self.g is None:
+            return self.weight
+        return (
+            self.weight * (self.g / self.weight.flatten(1).norm(dim=1).clamp_min(1e-12))[:, None, None, None]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.kernel(), stride=self.stride, padding=self.padding)
+
+    def geometry(self) -> dict:
+        """Keyword arguments that describe the operator to :mod:`lipmdeq.norms`."""
+        return {"size": self.size, "stride": self.stride, "padding": self.padding}
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Bring the operator norm of the weight in use to at most c (proved), changing as little as possible."""
+        if self.c is None:
+            return
+        if self._guard is None or self._guard.key != (self.size, self.stride, self.padding):
+            self._guard = NormGuard(self.size, stride=self.stride, padding=self.padding)
+        if self.g is None:
+            self._guard.enforce(self.weight, self.c)
+        else:
+            kernel = self.kernel().clone()
+            self.g.mul_(self._guard.enforce(kernel, self.c))
+
+    def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
+        answer = leaf(self)
+        return answer if answer is not None else (math.inf if self.c is None else bounds.lip_conv(self.c))
+
+    def extra_repr(self) -> str:
+        cout, cin, k, _ = self.weight.shape
+        return f"{cin}→{cout}, {k}x{k}, stride={self.stride}, c={self.c}, size={self.size}"
+
+
+class _Norm(nn.Module):
+    """What GN and MGN share: groups of channels, optional per-channel γ and β, the clip |γ| ≤ γ̄."""
+
+    def __init__(self, groups: int, channels: int, affine: bool = True, gamma: float | None = None):
+        super().__init__()
+        if groups < 1 or channels % groups:
+            raise ValueError(f"channels = {channels}: must be divisible by groups = {groups}")
+        self.groups, self.channels, self.gamma = groups, channels, gamma
+        fixed = 1.0 if gamma is None else min(1.0, gamma)
+        start = torch.full((channels,), fixed)
+        self.weight = nn.Parameter(start) if affine else None
+        self.bias = nn.Parameter(torch.zeros(channels)) if affine else None
+        self.fixed = fixed
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Clip |γ| to γ̄ (when there is a γ̄)."""
+        if self.weight is not None and self.gamma is not None:
+            self.weight.clamp_(-self.gamma, self.gamma)
+
+    def scale(self) -> Tensor | float:
+        return self.fixed if self.weight is None else self.weight
+
+    def max_scale(self) -> float:
+        """max_c |γ_c| of the live weight: γ acts per channel, so the largest one counts."""
+        return self.fixed if self.weight is None else float(self.weight.detach().abs().max())
+
+    def extra_repr(self) -> str:
+        return f"{self.groups} groups, {self.channels} channels, affine={self.weight is not None}, gamma={self.gamma}"
+
+
+class GN(_Norm):
+    """Group normalisation (Lemma ``lem:gn``): constant max|γ_c|/√ε, reached where a group is constant."""
+
+    eps = 1e-5
+
+    def forward(self, y: Tensor) -> Tensor:
+        return F.group_norm(y, self.groups, self.weight, self.bias, self.eps)
+
+    def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
+        answer = leaf(self)
+        if answer is not None:
+            return answer
+        if self.weight is None:
+            return bounds.lip_gn(self.fixed, self.eps)
+        return math.inf if self.gamma is None else bounds.lip_gn(self.gamma, self.eps)
+
+
+class MGN(_Norm):
+    """Mean-only group normalisation γ(z − μ) + β (Lemma ``lem:mgn``): constant max|γ_c|.
+
+    Without affine parameters the scale is min(1, γ̄), so that L_MGN ≤ γ̄ holds for every norm of the model.
+    """
+
+    def group_means(self, m: Tensor) -> Tensor:
+        """Means over groups of channels, (B, C) → (B, C), from the channel means m."""
+        if self.groups == self.channels:
+            return m
+        b = m.shape[0]
+        m = m.view(b, self.groups, -1).mean(2, keepdim=True)
+        return m.expand(b, self.groups, self.channels // self.groups).reshape(b, self.channels)
+
+    def affine(self, m: Tensor) -> tuple[Tensor | float, Tensor]:
+        """(s, b) with MGN(y) = s·y + b, from the channel means m = mean_{H,W} y, (B, C)."""
+        mu, s = self.group_means(m), self.scale()
+        return s, -s * mu if self.bias is None else torch.addcmul(self.bias, mu, s, value=-1)
+
+    def forward(self, y: Tensor) -> Tensor:
+        s, b = self.affine(spatial_mean(y))
+        return scale_shift(y, s, b)
+
+    def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
+        answer = leaf(self)
+        if answer is not None:
+            return answer
+        if self.weight is None:
+            return bounds.lip_mgn(self.fixed)
+        return math.inf if self.gamma is None else bounds.lip_mgn(self.gamma)
+
+
+def spatial_mean(y: Tensor) -> Tensor:
+    """Mean over the map, (B, C, H, W) → (B, C)."""
+    return y.mean((2, 3))
+
+
+def scale_shift(y: Tensor, s: Tensor | float, b: Tensor) -> Tensor:
+    """s·y + b in one pass; s per channel (C,) or a number, b per sample and channel (B, C)."""
+    b = _per_channel(b)
+    if isinstance(s, Tensor):
+        return torch.addcmul(b, y, _per_channel(s), out=_into(y))
+    return torch.add(b, y, alpha=s, out=_into(y)) if s != 1.0 else torch.add(y, b, out=_into(y))
+
+
+def norm_act(norm: _Norm, y: Tensor, a: float) -> Tensor:
+    """SReLU(norm(y)) with the slope merged into the norm: max(0, a·t) = max(0, (a·s)·y + a·b)."""
+    if isinstance(norm, MGN):
+        s, b = norm.affine(spatial_mean(y))
+        return scale_shift(y, a * s, a * b).relu_()
+    y = norm(y).relu_()
+    return y if a == 1.0 else y * a
+
+
+class SReLU(nn.Module):
+    """max(0, a·z) (Lemma ``lem:srelu``; a = 1 is ReLU, Lemma ``lem:relu``): constant a."""
+
+    def __init__(self, a: float = 1.0):
+        super().__init__()
+        self.a = a
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.relu(z) if self.a == 1.0 else F.relu(self.a * z)
+
+    def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
+        answer = leaf(self)
+        return answer if answer is not None else bounds.lip_srelu(self.a)
+
+
+class VariationalDropout(nn.Module):
+    """One mask for each sample and channel, drawn once and held through all iterations (Lemma ``lem:drop``).
+
+    The mask is a value that the caller keeps (``draw``), not state of the module: both solves see the same
+    one, and several forward passes may wait for one backward pass.
+    """
+
+    def __init__(self, p: float = 0.0):
+        super().__init__()
+        bounds.lip_dropout(p)  # refuses a p outside [0, 1)
+        self.p = p
+
+    def draw(self, batch: int, channels: int, like: Tensor) -> Tensor | None:
+        """Mask m/(1−p), (B, C), m ~ Bernoulli(1−p); None when dropout is off."""
+        if not self.training or self.p == 0.0:
+            return None
+        return torch.empty(batch, channels, device=like.device, dtype=like.dtype).bernoulli_(1 - self.p) / (
+            1 - self.p
+        )
+
+    def forward(self, z: Tensor, mask: Tensor | None = None) -> Tensor:
+        return z if mask is None else z * _per_channel(mask)
+
+    def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
+        answer = leaf(self)
+        return answer if answer is not None else (bounds.lip_dropout(self.p) if train else 1.0)
+
+
+class Up(nn.Module):
+    """Nearest-neighbour up-sampling by s in both directions (Lemma ``lem:up``): constant √(s·s) = s, attained
+    everywhere.
+    """
+
+    def __init__(self, scale: int):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.interpolate(z, scale_factor=self.scale, mode="nearest")
+
+    def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
+        answer = leaf(self)
+        return answer if answer is not None else bounds.lip_up(self.scale, self.scale)
+
+
+def add_up2(z: Tensor, low: Tensor) -> Tensor:
+    """z + Up_2(low) without storing the up-sampled map; (B, C, H, W) and (B, C, H/2, W/2)."""
+    b, c, h, w = z.shape
+    blocks = z.view(b, c, h // 2, 2, w // 2, 2)
+    return torch.add(blocks, low[:, :, :, None, :, None], out=_into(blocks)).view(b, c, h, w)
+
+
+class Chain(nn.Sequential):
+    """Composition: the constants multiply (Lemma 3.1)."""
+
+    def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
+        answer = leaf(self)
+        return answer if answer is not None else bounds.lip_compose(*(m.lipschitz(leaf, train) for m in self))
+
+
+class ConvNorm(Chain):
+    """norm ∘ conv, the pair from which all paths between branches are made."""
+
+    def __init__(self, conv: Conv, norm: _Norm):
+        super().__init__(conv, norm)
+
+    @property
+    def conv(self) -> Conv:
+        return self[0]
+
+    @property
+    def norm(self) -> _Norm:
+        return self[1]
+
+    def add_to(
+        self, acc: Tensor, shift: Tensor | float, x: Tensor, w: float
+    ) -> tuple[Tensor, Tensor | float]:
+        """(acc, shift) with w·norm(conv(x)) added; per-channel shifts are carried apart, (B, C), to save a
+        pass.
+        """
+        y = self.conv(x)
+        if isinstance(self.norm, MGN):
+            s, b = self.norm.affine(spatial_mean(y))
+            s = _per_channel(w * s) if isinstance(s, Tensor) else w * s
+            acc = (
+                torch.addcmul(acc, y, s, out=_into(y))
+                if isinstance(s, Tensor)
+                else torch.add(acc, y, alpha=s, out=_into(y))
+            )
+            return acc, shift + w * b
+        return torch.add(acc, self.norm(y), alpha=w), shift
+
+
+class DownPath(nn.Module):
+    """D_ij: i−j times conv3x3 stride 2 · norm, an activation after each but the last."""
+
+    def __init__(self, pairs: Sequence[ConvNorm], a: float):
+        super().__init__()
+        self.pairs, self.act = nn.ModuleList(pairs), SReLU(a)
+
+    def head(self, x: Tensor) -> Tensor:
+        """All but the last pair."""
+        for pair in self.pairs[:-1]:
+            x = norm_act(pair.norm, pair.conv(x), self.act.a)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pairs[-1](self.head(x))
+
+    def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
+        answer = leaf(self)
+        if answer is not None:
+            return answer
+        act = self.act.lipschitz(leaf, train) ** (len(self.pairs) - 1)
+        return bounds.lip_compose(act, *(pair.lipschitz(leaf, train) for pair in self.pairs))
+
+
+class UpPath(nn.Module):
+    """U_ij: conv1x1 · norm · nearest up-sampling by 2^(j−i). The text counts the up-sampling only; all three
+    count here.
+    """
+
+    def __init__(self, pair: ConvNorm, level_diff: int):
+        super().__init__()
+        self.pair, self.up = pair, Up(2**level_diff)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.pair(x))
+
+    def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
+        answer = leaf(self)
+        return (
+            answer
+            if answer is not None
+            else bounds.lip_compose(self.pair.lipschitz(leaf, train), self.up.lipschitz(leaf, train))
+        )

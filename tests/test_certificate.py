@@ -1,0 +1,229 @@
+"""The certificate against attacks: what is proved holds, what cannot be proved is refused, changed weights are noticed."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lipmdeq import bounds
+from lipmdeq.certificate import JacobianProbe, certify, mixed_1x1_norm
+from lipmdeq.layers import MGN, Conv
+from lipmdeq.model import build
+
+
+def tiny(a=0.4, seed=0, scale=0.5, **changes):
+    """Three branches of 8 channels at 8x8; weights so large that every constraint is active."""
+    torch.manual_seed(seed)
+    sizes = dict(
+        channels=(8, 8, 8), image_size=8, expansion=2, groups=2, head_channels=(4, 4, 4), head_features=16
+    )
+    net = build("cpu", a=a, **{**sizes, **changes}).double()
+    with torch.no_grad():
+        for p in net.f.parameters():
+            p.normal_(0, scale)
+    net.constrain()
+    return net.to(memory_format=torch.channels_last)
+
+
+def state(net, batch, seed=1):
+    torch.manual_seed(seed)
+    u = torch.randn(batch, net.cfg.channels[0], *net.cfg.sizes()[0], dtype=torch.double)
+    return [torch.randn_like(t) for t in net.z0(u)], u
+
+
+def full_jacobian(net, z, u):
+    """Dense ∂f/∂z for one sample, and the branch of each coordinate."""
+    sizes = [t[0].numel() for t in z]
+
+    def flat(v):
+        parts = [p.view_as(t) for p, t in zip(v.split(sizes), z, strict=True)]
+        return torch.cat([t.flatten() for t in net.f(parts, u)])
+
+    j = torch.autograd.functional.jacobian(flat, torch.cat([t.flatten() for t in z]), vectorize=True)
+    return j, np.repeat(np.arange(len(z)), sizes)
+
+
+@pytest.mark.parametrize("a", [0.1, 0.4, 1.0])
+def test_full_jacobian_obeys_every_reading(a):
+    net = tiny(a).eval()
+    cert = certify(net, measure=False, progress=False)
+    z, u = state(net, 1)
+    j, branch = full_jacobian(net, z, u)
+    d = torch.as_tensor(cert.test["D"], dtype=torch.double)[branch]
+    norm = torch.linalg.matrix_norm(j, 2).item()
+    weighted = torch.linalg.matrix_norm(d[:, None] * j / d[None, :], 2).item()
+    assert norm <= cert.test["spectral"] <= cert.test["frobenius"]
+    assert weighted <= cert.test["perron"] <= cert.test["spectral"]
+    n = np.array(cert.test["matrix"])
+    for i in range(3):
+        for k in range(3):
+            block = j[branch == i][:, branch == k]
+            assert torch.linalg.matrix_norm(block, 2).item() <= n[i, k] * (1 + 1e-9)
+    probe = JacobianProbe(lambda t: net.f(t, u), z)
+    assert probe.norm(200).item() == pytest.approx(norm, rel=1e-3)
+    radius = torch.linalg.eigvals(j).abs().max().item()
+    assert probe.spectral_radius(40).item() == pytest.approx(radius, rel=2e-2)
+    assert radius <= norm
+
+
+def test_live_is_at_most_the_closed_form():
+    net = tiny(0.4)
+    cert = certify(net, measure=False, progress=False)
+    spec = net.cfg.spec()
+    for mode, train in (("test", False), ("train", True)):
+        assert getattr(cert, mode)["perron"] <= spec.L("perron", train=train) * (1 + 1e-9)
+        assert getattr(cert, mode)["frobenius"] <= spec.L("reported", train=train) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("a", [0.1, 0.4, 1.0])
+def test_attack_on_the_parameters(a, train):
+    """Gradient ascent on ‖J‖₂ over the parameters of f, 120 Adam steps, our constraint after each: it stays below L."""
+    net = tiny(a, scale=0.1).train(train)
+    z, u = state(net, 2)
+    masks = net.f.masks(u)
+    spec, worst = net.cfg.spec(), 0.0
+    limit = spec.L("spectral", train=train)
+    optimizer = torch.optim.Adam(net.f.parameters(), lr=2e-2)
+    v = [torch.randn_like(t) for t in z]
+    for step in range(120):
+        size = sum(t.pow(2).sum() for t in v).sqrt()
+        v = [t / size for t in v]
+        probe = JacobianProbe(lambda t: net.f(t, u, masks), z)
+        jv = torch.autograd.grad(probe.back, probe.dummy, v, create_graph=True)
+        gain = sum(t.pow(2).sum() for t in jv).sqrt()
+        v = [t.detach() for t in probe.vjp([t.detach() for t in jv])]
+        optimizer.zero_grad()
+        (-gain).backward()
+        optimizer.step()
+        net.constrain()
+        worst = max(worst, gain.item())
+        if step % 40 == 39:
+            cert = certify(net, measure=False, progress=False)
+            now = JacobianProbe(lambda t: net.f(t, u, masks), z).norm(20).max().item()
+            assert now <= getattr(cert, "train" if train else "test")["spectral"]
+    assert worst <= limit
+    assert worst > 0.02 * limit  # the attack did push: the test can fail
+
+
+@pytest.mark.parametrize("a", [0.1, 0.4])
+def test_attack_on_pairs(a):
+    """Gradient ascent on ‖f(z) − f(z')‖/‖z − z'‖ from 200 starts (one sample each)."""
+    net = tiny(a).eval()
+    limit = certify(net, measure=False, progress=False).test["spectral"]
+    z, u = state(net, 200)
+    pair = [t.clone().requires_grad_() for t in z] + [(t + torch.randn_like(t)).requires_grad_() for t in z]
+    optimizer = torch.optim.Adam(pair, lr=0.1)
+    for _ in range(25):
+        x, y = pair[:3], pair[3:]
+        up = sum(
+            (p - q).flatten(1).pow(2).sum(1) for p, q in zip(net.f(x, u), net.f(y, u), strict=True)
+        ).sqrt()
+        down = sum((p - q).flatten(1).pow(2).sum(1) for p, q in zip(x, y, strict=True)).sqrt()
+        ratio = up / down
+        assert ratio.max().item() <= limit
+        optimizer.zero_grad()
+        (-ratio.sum()).backward()
+        optimizer.step()
+
+
+def test_norm_of_mgn_after_1x1_is_exact():
+    """Against the dense operator; folding γ into the kernel alone is wrong when a group has several channels."""
+    torch.manual_seed(0)
+    conv, norm = Conv(3, 4, 1, size=(3, 3)).double(), MGN(2, 4).double()
+    with torch.no_grad():
+        conv.weight.normal_()
+        norm.weight.uniform_(-1, 1)
+
+    def dense():
+        eye = torch.eye(27, dtype=torch.double).view(27, 3, 3, 3)
+        out = (norm(conv(eye)) - norm(conv(torch.zeros_like(eye)))).flatten(1)
+        return torch.linalg.matrix_norm(out, 2).item()
+
+    assert mixed_1x1_norm(conv, norm).value == pytest.approx(dense(), rel=1e-9)
+    with torch.no_grad():  # all weight in a channel with γ = 0: its mean still reaches its neighbour
+        conv.weight.zero_()
+        conv.weight[1] = 1.0
+        norm.weight.copy_(torch.tensor([1.0, 0, 1, 0]))
+    folded = torch.linalg.matrix_norm((norm.weight[:, None] * conv.weight[:, :, 0, 0]).detach(), 2).item()
+    assert folded == 0.0 < 0.5 < dense()
+    assert mixed_1x1_norm(conv, norm).value == pytest.approx(dense(), rel=1e-9)
+
+
+def test_report(tmp_path):
+    net = tiny(0.3)
+    cert = certify(net, progress=False)
+    assert cert.certified and cert.test["steps"] == bounds.steps(cert.test["perron"])
+    assert cert.measured_norm <= cert.test["spectral"] and cert.measured_norm_D <= cert.test["perron"]
+    assert cert.spectral_radius <= cert.measured_norm * 1.01 and cert.slack >= 1
+    assert cert.observed_steps <= cert.test["steps"] + 1
+    text = str(cert)
+    assert "PROVED" in text and "residual.0.conv1" in text and "upper" in text
+    assert "<table>" in cert._repr_html_()
+    cert.save(tmp_path / "c.json")
+    saved = json.loads((tmp_path / "c.json").read_text())
+    assert {"test", "train", "measured_norm", "spectral_radius", "layers", "seconds"} <= set(saved)
+    assert {"frobenius", "spectral", "perron"} <= set(saved["test"]) & set(saved["train"])
+    assert all(row["kind"] in ("exact", "upper") for row in saved["layers"])
+    assert net.training  # the mode is given back
+
+
+def test_weights_changed_behind_its_back():
+    net = tiny(0.4)
+    cert = certify(net, measure=False, progress=False)
+    assert cert.matches(net)
+    with torch.no_grad():
+        net.f.residual[0].conv1.weight.mul_(40)
+    assert not cert.matches(net)
+    assert not certify(
+        net, measure=False, progress=False
+    ).certified  # the live weights count, not the promise c
+    rows = {row["name"]: row for row in certify(net, measure=False, progress=False).layers}
+    assert rows["residual.0.conv1"]["norm"] > rows["residual.0.conv1"]["limit"]
+
+
+def test_a_certificate_for_a_larger_image_is_larger():
+    net = tiny(0.4)
+    small, large = (
+        certify(net, 8, measure=False, progress=False),
+        certify(net, 16, measure=False, progress=False),
+    )
+    assert large.test["spectral"] >= small.test["spectral"] * 0.999
+    with pytest.raises(ValueError, match="image_size = 9"):
+        certify(net, 9)
+
+
+def test_free_models_get_a_live_certificate():
+    """S1, S3 have no constant by construction; their weights have one. GN's constant is finite and useless."""
+    assert math.isfinite(certify(tiny(ablation="S3"), measure=False, progress=False).test["perron"])
+    assert certify(tiny(ablation="S2", scale=0.1), measure=False, progress=False).test["perron"] > 100
+    assert math.isfinite(certify(build("cpu", "mdeq"), measure=False, progress=False).test["frobenius"])
+
+
+@pytest.mark.parametrize("what", ["unknown", "subclass", "hook", "nan", "inf", "slope"])
+def test_refusals_name_the_layer(what):
+    net = tiny(0.4)
+    block = net.f.residual[1]
+    if what == "unknown":
+        block.conv1, name = nn.Conv2d(8, 16, 3, padding=1), "residual.1.conv1"
+    elif what == "subclass":
+
+        class Louder(Conv):
+            def forward(self, x):
+                return 100 * super().forward(x)
+
+        block.conv1.__class__, name = Louder, "residual.1.conv1"
+    elif what == "hook":
+        block.norm2.register_forward_hook(lambda m, i, o: 100 * o)
+        name = "residual.1.norm2"
+    elif what == "slope":
+        block.act.a, name = 7.0, "a = 7.0"
+    else:
+        with torch.no_grad():
+            block.conv2.weight[0, 0, 0, 0] = float(what)
+        name = "residual.1.conv2"
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        certify(net, progress=False)
