@@ -62,9 +62,10 @@ progress & ticker=$!
 trap 'kill $ticker 2>/dev/null || true' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-# Downloads go to this disk as well, because /tmp is often small.
-if TMPDIR="$PWD/$VENV/tmp" PIP_CONSTRAINT="$PWD/constraints.txt" "$VENV/bin/python" -m pip install --quiet --no-input \
-  --disable-pip-version-check --progress-bar off -e '.[book,test,workflow]' >"$LOG" 2>&1; then
+# Downloads go to this disk as well, because /tmp is often small. The constraints are a relative path because pip
+# splits that variable at spaces; as a variable they also hold for the tools that build the package.
+if TMPDIR="$PWD/$VENV/tmp" PIP_CONSTRAINT=constraints.txt "$VENV/bin/python" -m pip install --quiet --no-input \
+  --disable-pip-version-check --progress-bar off --no-compile -e '.[book,test,workflow]' >"$LOG" 2>&1; then
   rm -rf "$VENV/tmp" "$BUSY"
   fingerprint >"$STAMP"
   say "Set-up: done in $(($(date +%s) - start)) s."
