@@ -26,7 +26,7 @@ find_python() { # prints the first interpreter that really runs and is 3.11, 3.1
     [ -n "$name" ] && version=$("$name" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
     case $version in
       3.11 | 3.12 | 3.13) printf '%s\n' "$name"; return ;;
-      *) seen="$seen $name is $version;" ;;
+      *) seen="$seen $name is $version." ;;
     esac
   done
   die "Python 3.11, 3.12 or 3.13 is needed;${seen:- no python3 was found.} Older ones lack language features, newer ones lack tested packages. Install Python 3.11, or name one: make PYTHON=/path/to/python3.11"
