@@ -13,7 +13,7 @@ _HOME = {
     "LipschitzSpec": "bounds",
     "conv_norm": "norms",
     "MDEQ": "model",
-    "MDEQConfig": "model",
+    "ModelConfig": "model",
     "Picard": "solvers",
     "Anderson": "solvers",
     "Broyden": "solvers",
