@@ -194,6 +194,18 @@ class NormGuard:
             raise ValueError(f"weight of Frobenius norm {kernel.norm}: too large to be bounded")
         return self._shrink(weight, kernel, bound, target or c)
 
+    def _fits_at_once(self, weight: Tensor, c: float) -> bool:
+        """The cheap proof for a weight that is seen for the first time: Cholesky on the cover that is likely best."""
+        kernel = self._kernel(weight)
+        if kernel.taps == 0 or kernel.norm == 0:
+            return False
+        cover = fast_covers(geometry_of(weight, **self._where), kernel.cin, kernel.cout, self.exact_order)[0]
+        if not proves(kernel, cover, c):
+            return False
+        self._cover = cover
+        self._remember(weight, c)
+        return True
+
     @torch.no_grad()
     def enforce(self, weight: Tensor, c: float) -> float:
         """Make ‖T_W‖ ≤ c a proved fact, scaling ``weight`` in place if need be; returns the factor (1.0: untouched)."""
@@ -201,6 +213,8 @@ class NormGuard:
         self._calls += 1
         moved = self._moved(weight)
         if self._bound + moved <= c:
+            return 1.0
+        if self._cover is None and self._fits_at_once(weight, c):
             return 1.0
         if self._cover is None or not moved < math.inf or self._scalings % 64 == 63:
             self._scalings += 1
