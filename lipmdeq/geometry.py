@@ -57,10 +57,15 @@ class Axis:
         return -(-((self.out - 1) * self.stride + 1) // self.size) if self.circular else 1
 
     @cached_property
-    def overlap(self) -> tuple[int, int]:
-        """In how many windows one input is at most, and how many inputs one output reads at most."""
-        s = self.incidence().sum(0)
-        return int(s.sum(0).max()), int(s.sum(1).max())
+    def overlap(self) -> tuple[float, float]:
+        """Bounds on Σ_windows ‖window‖²/‖x‖² and on the same for Tᵀ: windows that hold an input, inputs in a window.
+
+        The second one needs every tap to read an input at one output only; then the roles of x and y are alike.
+        """
+        s = self.incidence()
+        alike = bool((s.sum(1) <= 1).all())
+        windows, inputs = int(s.sum((0, 1)).max()), int(s.sum((0, 2)).max())
+        return windows, inputs if alike else math.inf
 
     def reach(self, side: str) -> int:
         """How far apart two inputs of one window, or two windows that share an input, can be."""
@@ -188,8 +193,11 @@ def geometry_of(
         raise ValueError(
             f"groups = {groups!r}: must be a whole number >= 1 that divides C_out = {weight.shape[0]}"
         )
-    whole = (tuple(v) if isinstance(v, list | torch.Size) else v for v in (size, stride, padding, dilation))
-    return _geometry(tuple(weight.shape[2:]), *whole, padding_mode)
+    # Checked before the cache, which does not tell 8.0 from 8.
+    size, stride, dilation = pair("size", size, 1), pair("stride", stride, 1), pair("dilation", dilation, 1)
+    if not isinstance(padding, str):
+        padding = pair("padding", padding, 0)
+    return _geometry(tuple(weight.shape[2:]), size, stride, padding, dilation, padding_mode)
 
 
 def check_finite(weight: Tensor) -> float:
@@ -202,7 +210,6 @@ def check_finite(weight: Tensor) -> float:
 
 @lru_cache(maxsize=1024)
 def _geometry(kernel: tuple[int, int], size, stride, padding, dilation, padding_mode) -> Geometry:
-    size, stride, dilation = pair("size", size, 1), pair("stride", stride, 1), pair("dilation", dilation, 1)
     span = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     if padding == "valid":
         pads = ((0, 0), (0, 0))
@@ -213,8 +220,7 @@ def _geometry(kernel: tuple[int, int], size, stride, padding, dilation, padding_
     elif isinstance(padding, str):
         raise ValueError(f"padding = {padding!r}: must be whole numbers >= 0, 'same' or 'valid'")
     else:
-        py, px = pair("padding", padding, 0)
-        pads = ((py, py), (px, px))
+        pads = tuple((p, p) for p in padding)
     if padding_mode not in ("zeros", "circular") and any(map(any, pads)):
         raise ValueError(f"padding_mode = {padding_mode!r}: cannot be bounded; must be zeros or circular")
     circular = padding_mode == "circular"

@@ -41,10 +41,10 @@ def fast_covers(geometry: Geometry, cin: int, cout: int, exact_order: int = 256)
 def drift_factor(kernel: Pair, stride: Pair = 1, dilation: Pair = 1) -> float:
     """k with ‖T_W‖ ≤ k‖W‖_F on every map: 3 for 3x3, 2 for 3x3 with stride 2, 1 for 1x1 (zero padding).
 
-    k² is the number of windows that hold one pixel. Proof: T_W x at an output is R·(window of x), with R the kernel reshaped
-    to C_out × C_in·kh·kw. So ‖T_W x‖² ≤ ‖R‖²·Σ‖window‖² ≤ ‖R‖²k²‖x‖², and ‖R‖ ≤ ‖R‖_F. On one axis, tap t reads pixel i
-    only if t·dilation ≡ i + padding modulo stride, which holds for at most ⌈kernel·gcd(stride, dilation)/stride⌉ taps, and
-    each of them in one window. T is linear in W, hence ‖T_W‖ ≤ ‖T_V‖ + k‖W − V‖_F.
+    k² is the number of windows that hold one pixel. Proof: T_W x at an output is R·(window of x), with R the kernel
+    reshaped to C_out × C_in·kh·kw. So ‖T_W x‖² ≤ ‖R‖²·Σ‖window‖² ≤ ‖R‖²k²‖x‖², and ‖R‖ ≤ ‖R‖_F. On one axis, tap t reads
+    pixel i only if t·dilation ≡ i + padding modulo stride, which holds for at most ⌈kernel·gcd(stride, dilation)/stride⌉
+    taps, and each of them in one window. T is linear in W, hence ‖T_W‖ ≤ ‖T_V‖ + k‖W − V‖_F.
     """
     sizes = zip(
         pair("kernel", kernel, 1), pair("stride", stride, 1), pair("dilation", dilation, 1), strict=True
