@@ -1,0 +1,122 @@
+# The paper as a graph: configs/<protocol>/<table>/<row>.yaml -> a papermill run -> results/<protocol>/<table>/<row>/seed<k>.json
+#
+#   snakemake --cores 2                                   run what is missing of protocol cpu, two runs at a time
+#   snakemake --cores 2 --config tables=table1,figure4    only these tables
+#   snakemake --config protocol=paper --executor slurm …  the paper's scale, on a cluster with GPUs
+#   snakemake -n                                          only say what would be run
+#
+# A record that exists is never made again (delete it for that). A run that was killed goes on where it was. Options that
+# belong to this graph are in profiles/default/config.yaml.
+import json
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+from lipmdeq.runconfig import RunConfig
+
+PROTOCOL = config.get("protocol", "cpu")
+TABLES = str(config.get("tables", "table1,table2,figure4,table3,beyond")).split(",")
+THREE_SEEDS = {
+    "table1": ["mdeq", "mdeq-jr", "mdeq-pg", "mdeq-jfb", "lip-a1.0", "lip-a0.4", "lip-a0.1"],
+    "table2": ["mdeq", "lipschitz"],
+    "figure4": ["a0.1", "a0.4", "a1.0"],
+    "beyond": ["best"],
+}
+# Rows that stand in two tables are run once.
+SHARED = {
+    "table2/mdeq": "table1/mdeq",
+    "table2/lipschitz": "table1/lip-a0.4",
+    "figure4/a0.1": "table1/lip-a0.1",
+    "figure4/a0.4": "table1/lip-a0.4",
+    "figure4/a1.0": "table1/lip-a1.0",
+}
+
+
+def wanted(protocol):
+    """Records of a protocol, in the order of the tables; a record that does not fit its config stops the graph."""
+    found = []
+    for table in TABLES:
+        rows = sorted(Path("configs", protocol, table).glob("*.yaml"))
+        if not rows:
+            raise WorkflowError(f"configs/{protocol}/{table} holds no configuration: check protocol= and tables=")
+        for path in rows:
+            for seed in range(3 if path.stem in THREE_SEEDS.get(table, ()) else 1):
+                found.append(f"results/{protocol}/{table}/{path.stem}/seed{seed}.json")
+                check(Path(found[-1]), path, seed)
+    return found
+
+
+def check(record, path, seed):
+    """Stop when a record was made with other parameters than its config has now."""
+    if record.exists():
+        made = RunConfig.from_mapping(json.loads(record.read_text())["parameters"]).identity()
+        wants = RunConfig.from_yaml(path, seed=seed).identity()
+        for name in wants:
+            if made[name] != wants[name]:
+                raise WorkflowError(
+                    f"{record} was made with {name} = {made[name]!r}, but {path} says {wants[name]!r}: "
+                    "delete the record to run it again"
+                )
+
+
+def source(w):
+    """Where a row that stands in two tables is run."""
+    return f"results/{w.protocol}/{SHARED[f'{w.table}/{w.row}']}/seed{w.seed}.json"
+
+
+wildcard_constraints:
+    protocol="[a-z]+",
+    table="[a-z0-9]+",
+    row="[A-Za-z0-9.-]+",
+    seed="[0-9]+",
+
+
+localrules:
+    all,
+    share,
+
+
+rule all:
+    input:
+        wanted(PROTOCOL),
+
+
+rule share:
+    """A row that stands in two tables: its record is copied."""
+    input:
+        source,
+    output:
+        "results/{protocol}/{table}/{row}/seed{seed}.json",
+    wildcard_constraints:
+        # rows of SHARED only: "table/row" is cut at its slash
+        table="|".join(sorted({k.split("/")[0] for k in SHARED})),
+        row="|".join(sorted({k.split("/")[1].replace(".", "[.]") for k in SHARED})),
+    shell:
+        "cp {input} {output}.part && mv {output}.part {output}"
+
+
+rule run:
+    """One training run."""
+    input:
+        config=ancient("configs/{protocol}/{table}/{row}.yaml"),
+    output:
+        record="results/{protocol}/{table}/{row}/seed{seed}.json",
+    params:
+        python=sys.executable,
+        out="runs/{protocol}/{table}/{row}/seed{seed}",
+    log:
+        "runs/{protocol}/{table}/{row}/seed{seed}.log",
+    threads: lambda w: RunConfig.from_yaml(f"configs/{w.protocol}/{w.table}/{w.row}.yaml").threads
+    resources:
+        mem_mb=lambda w: 16000 if w.protocol == "paper" else 2000,
+        gpu=lambda w: 1 if w.protocol == "paper" else 0,
+        runtime=lambda w: 48 * 60 if w.protocol == "paper" else 120,
+    shell:
+        "export OMP_NUM_THREADS={threads} JUPYTER_PREFER_ENV_PATH=1 && mkdir -p {params.out} && "
+        "{params.python} -m papermill notebooks/train.ipynb {params.out}/train.ipynb -f {input.config} "
+        "-p seed {wildcards.seed} -p out {params.out} --no-progress-bar > {log} 2>&1 && "
+        "cp {params.out}/record.json {output.record}.part && mv {output.record}.part {output.record}"
+
+
+ruleorder: share > run

@@ -1,0 +1,246 @@
+"""What a run leaves behind: one JSON record, and checkpoints that are whole or refused.
+
+A checkpoint is one file: a line with the sha256 of what follows, then plain tensors, numbers, lists and dicts as
+``torch.save`` writes them. It is read with ``weights_only=True``: nothing in a file is ever executed. Files are
+written beside their place, synced and renamed, so that a kill or a full disk leaves the old file or the new one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lipmdeq.certificate import Certificate, fingerprint, jsonable
+from lipmdeq.files import atomic
+from lipmdeq.runconfig import BOOKKEEPING, RunConfig, RunError
+
+FORMAT = 1
+MAGIC = "lipmdeq-checkpoint-1"
+RECORD, CHECKPOINT = "record.json", "checkpoint.ckpt"
+INFINITE = ("frobenius", "spectral", "perron", "norm")  # null in JSON stands for infinity in these
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """A temporary path that becomes ``path`` when the block ends; trouble is one sentence and leaves the old file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(path) as part:
+            yield part
+    except OSError as e:
+        kept = "; the last complete file is kept" if path.exists() else ""
+        raise RunError(f"{path} cannot be written ({e.strerror or e}){kept}") from e
+
+
+def write_json(path: str | Path, value: dict) -> None:
+    """JSON with infinities and NaN as null, atomically."""
+    text = json.dumps(jsonable(value), indent=1, ensure_ascii=False, allow_nan=False)
+    with writing(Path(path)) as part:
+        part.write_text(text + "\n", encoding="utf-8")
+
+
+def read_record(path: str | Path) -> dict:
+    """The record of a run; :class:`RunError` in one sentence if it is missing or damaged."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        if record["format"] != FORMAT:
+            raise RunError(f"{path} has format {record['format']!r}: must be {FORMAT}")
+        RunConfig.from_mapping({k: record["parameters"][k] for k in record["parameters"]})
+    except OSError as e:
+        raise RunError(f"{path} cannot be read ({e.strerror})") from None
+    except (ValueError, KeyError, TypeError) as e:
+        raise RunError(f"{path} is not a record of a run ({e})") from None
+    return record
+
+
+def save_checkpoint(path: str | Path, state: dict) -> None:
+    """Write plain tensors, numbers, lists and dicts with their sha256, atomically."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    content = buffer.getbuffer()
+    with writing(Path(path)) as part, open(part, "wb") as f:
+        f.write(f"{MAGIC} {hashlib.sha256(content).hexdigest()}\n".encode())
+        f.write(content)
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """Read a checkpoint on the CPU; :class:`RunError` in one sentence if it is missing, damaged or something else."""
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as e:
+        raise RunError(f"checkpoint {path} cannot be read ({e.strerror})") from None
+    head, _, content = raw.partition(b"\n")
+    words = head[:200].split()
+    if len(words) != 2 or words[0] != MAGIC.encode():
+        raise RunError(f"{path} is not a checkpoint: its first line must be '{MAGIC} <sha256>'")
+    if hashlib.sha256(content).hexdigest().encode() != words[1]:
+        raise RunError(
+            f"checkpoint {path} is damaged: its content does not have the sha256 of its first line; "
+            "delete it to start the run again"
+        )
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as e:  # the unpickler raises whatever it likes at foreign content
+        raise RunError(f"checkpoint {path} holds more than plain tensors ({type(e).__name__})") from None
+
+
+def load_model(path: str | Path) -> nn.Module:
+    """The trained model of a checkpoint, in test mode, with the solver and gradient rule of its run."""
+    from lipmdeq.batch import make_adjoint, make_solver
+
+    state = load_checkpoint(path)
+    try:
+        cfg = RunConfig.from_mapping(state["parameters"])
+        model = build_model(state["model_config"], make_solver(cfg, cfg.max_forward), make_adjoint(cfg))
+        model.load_state_dict(
+            {k: v.to(torch.float32) if v.is_floating_point() else v for k, v in state["model"].items()}
+        )
+    except (KeyError, TypeError, RuntimeError, ValueError) as e:
+        raise RunError(f"checkpoint {path} does not fit this version ({str(e).splitlines()[0]})") from None
+    return model.eval()
+
+
+def build_model(model_config: dict, solver, adjoint) -> nn.Module:
+    """A fresh model from the model part of a checkpoint or a run."""
+    from lipmdeq.model import MDEQ, ModelConfig
+
+    model = MDEQ(ModelConfig(**model_config), solver, adjoint)
+    return model.to(memory_format=torch.channels_last)
+
+
+def export_weights(checkpoint: str | Path, path: str | Path) -> None:
+    """A small checkpoint with the model alone (no optimizer), for lessons on trained models."""
+    state = load_checkpoint(checkpoint)
+    save_checkpoint(path, {k: state[k] for k in ("format", "parameters", "model_config", "model")})
+
+
+@contextmanager
+def locked(folder: Path, writes: bool = True) -> Iterator[None]:
+    """Hold a run's folder: a second run there would mix with the first. The lock dies with its process."""
+    if not writes:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = open(folder / ".lock", "w")
+    except OSError as e:
+        raise RunError(f"out = {str(folder)!r}: cannot be written ({e.strerror})") from None
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"out = {str(folder)!r}: another process is running there") from None
+        yield
+
+
+def same_run(cfg: RunConfig, parameters: dict, where: Path) -> None:
+    """Refuse to go on in a folder that holds a run with other parameters."""
+    old = {k: v for k, v in parameters.items() if k not in BOOKKEEPING}
+    for name, value in cfg.identity().items():
+        if name not in old or old[name] != value:
+            was = repr(old[name]) if name in old else "missing"
+            raise RunError(
+                f"out = {str(where)!r}: holds a run with {name} = {was}, not {value!r}; nothing was changed, "
+                "choose another folder or delete this one"
+            )
+
+
+def certificate_of(record: dict) -> Certificate:
+    """The certificate of a record as an object that prints itself."""
+
+    def restore(value):
+        if isinstance(value, dict):
+            return {k: math.inf if v is None and k in INFINITE else restore(v) for k, v in value.items()}
+        return [restore(v) for v in value] if isinstance(value, list) else value
+
+    names = Certificate.__dataclass_fields__
+    return Certificate(**restore({k: v for k, v in record["certificate"].items() if k in names}))
+
+
+def matches_config(record: dict, cfg: RunConfig) -> bool:
+    """Whether a record was made with these parameters (but for where it was kept)."""
+    return RunConfig.from_mapping(record["parameters"]).identity() == cfg.identity()
+
+
+# ------------------------------------------------------------------ where and with what it ran
+
+
+def now() -> str:
+    """UTC time to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def git_commit() -> str | None:
+    """Commit of the package's source tree, with "+" when tracked files of the package were changed; None outside git."""
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *words], cwd=here, capture_output=True, text=True, timeout=20, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "HEAD")
+    return commit and commit + ("+" if git("status", "--porcelain", "--", ".") else "")
+
+
+def versions() -> dict:
+    """Versions that may change the numbers."""
+    found = {"python": platform.python_version()}
+    for name in ("lipmdeq", "torch", "torchvision", "numpy", "scikit-learn"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine(device: torch.device) -> dict:
+    """Processor, cores, memory, accelerator; no host name."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), cpu)
+    except OSError:
+        pass
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "gpu": gpu,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def peak_memory(device: torch.device) -> dict:
+    """Largest memory of the process, and of the GPU, in MB."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    found = {"process_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)}
+    if device.type == "cuda":
+        found["gpu_mb"] = round(torch.cuda.max_memory_allocated(device) / 2**20)
+    return found
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """One hash over all parameters and buffers: equal hashes, equal models, bit by bit."""
+    return fingerprint(model)

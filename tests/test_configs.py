@@ -1,0 +1,272 @@
+"""Configurations: every file is valid and says what the paper says; records fit their files; the graph runs what is missing."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lipmdeq.bounds import LipschitzSpec
+from lipmdeq.runconfig import ABLATIONS, PRESETS, ParameterError, RunConfig
+
+ROOT = Path(__file__).parent.parent
+PROTOCOLS = ("paper", "cpu")
+TABLES = {
+    "table1": [
+        *("mdeq", "mdeq-jr", "mdeq-pg", "mdeq-jfb"),
+        *(f"lip-a{a}{end}" for end in ("", "-jfb") for a in ("1.0", "0.4", "0.1")),
+    ],
+    "table2": ["mdeq", "lipschitz", "s1", "s2", "s3", "s4", "s4-sum", "s5", "s6", "s7"],
+    "table3": ["mdeq", *(f"lip-a{a}{end}" for end in ("", "-noconv") for a in ("0.4", "0.1"))],
+    "figure4": [f"a{k / 10}" for k in range(1, 11)],
+}
+FILES = sorted((ROOT / "configs").glob("*/*/*.yaml"))
+
+
+def read(protocol: str, table: str, row: str) -> RunConfig:
+    return RunConfig.from_yaml(ROOT / "configs" / protocol / table / f"{row}.yaml")
+
+
+def rows(protocol: str, *tables: str) -> dict[str, RunConfig]:
+    folder = ROOT / "configs" / protocol
+    return {
+        f"{t}/{p.stem}": RunConfig.from_yaml(p) for t in tables for p in sorted((folder / t).glob("*.yaml"))
+    }
+
+
+def test_no_row_is_missing_or_unknown():
+    for protocol in PROTOCOLS:
+        for table, names in TABLES.items():
+            found = {p.stem for p in (ROOT / "configs" / protocol / table).glob("*.yaml")}
+            assert found == set(names), (protocol, table)
+        assert (ROOT / "configs" / protocol / "beyond").is_dir()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_constants_are_the_papers(protocol):
+    for name, cfg in rows(protocol, "table1", "table2", "figure4").items():
+        jr = name.endswith("jr")
+        assert (cfg.c, cfg.gamma, cfg.alpha1, cfg.alpha2, cfg.n) == (2.0, 1.0, 0.5, 0.3, 4), name
+        assert cfg.p == (0.22 if jr else 0.3), name
+        assert (cfg.solver, cfg.tol) == ("anderson", 1e-3), name
+        assert (cfg.max_forward, cfg.max_backward) == ((7, 8) if jr else (18, 20)), name
+        assert cfg.jacobian_weight == (0.5 if jr else 0.0), name
+        assert (cfg.phantom_steps, cfg.phantom_damping) == (5, 0.5), name
+        assert cfg.method == ("jfb" if "jfb" in name else "phantom" if "pg" in name else "implicit"), name
+        assert cfg.train_stem == ("jfb" not in name), name  # as in the paper's runs
+        assert cfg.model == ("mdeq" if "mdeq" in name else "lipschitz"), name
+        assert cfg.data == "cifar10" and cfg.eval_split == "test", name
+        if match := re.search(r"a(\d\.\d)", name):
+            assert cfg.a == float(match[1]), name
+        elif cfg.model == "lipschitz":
+            assert cfg.a == 0.4, name
+        wanted = re.search(r"table2/(s\d.*)", name)
+        assert cfg.ablation == (wanted and wanted[1].replace("s", "S", 1)), name
+    for name, cfg in rows(protocol, "table3").items():
+        assert (cfg.p, cfg.max_forward, cfg.max_backward, cfg.tol) == (0.0, 14, 14, 1e-3), name
+        assert (cfg.c, cfg.gamma, cfg.alpha1, cfg.alpha2, cfg.n) == (2.0, 1.0, 0.5, 0.3, 4), name
+        assert cfg.ablation == ("S3" if "noconv" in name else None), name
+
+
+def test_paper_protocol_is_the_papers_training():
+    for name, cfg in rows("paper", "table1", "table2", "figure4").items():
+        jr = name.endswith("jr")
+        assert (cfg.epochs, cfg.batch, cfg.lr) == (200, 96 if jr else 128, 1e-3), name
+        assert (cfg.preset, cfg.train_images, cfg.resolution) == ("paper-cifar10", None, None), name
+    for cfg in rows("paper", "table3").values():
+        assert (cfg.preset, cfg.data) == ("paper-imagenet", "imagenet")
+
+
+def test_cpu_protocol_is_the_same_for_all_rows():
+    same = ("preset", "data", "train_images", "resolution", "epochs", "batch", "lr", "device", "threads")
+    for tables in (("table1", "table2", "figure4", "beyond"), ("table3",)):
+        found = {tuple(getattr(c, k) for k in same) for c in rows("cpu", *tables).values()}
+        assert len(found) == 1, found
+
+
+def test_rows_in_two_tables_are_one_run():
+    shared = {"table2/mdeq": "table1/mdeq", "table2/lipschitz": "table1/lip-a0.4"}
+    shared |= {f"figure4/a{a}": f"table1/lip-a{a}" for a in ("0.1", "0.4", "1.0")}
+    text = (ROOT / "Snakefile").read_text()
+    for protocol in PROTOCOLS:
+        for one, other in shared.items():
+            assert read(protocol, *one.split("/")) == read(protocol, *other.split("/")), one
+            assert f'"{one}": "{other}"' in text
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_frontier_is_certified_and_close_to_one(protocol):
+    frontier = {k: c for k, c in rows(protocol, "beyond").items() if re.fullmatch(r"beyond/f\d+", k)}
+    assert len(frontier) >= 8
+    for name, cfg in frontier.items():
+        L = LipschitzSpec(cfg.a, cfg.c, cfg.gamma, cfg.alpha1, cfg.alpha2, cfg.n, cfg.p).L(
+            "perron", train=True
+        )
+        assert 0.9 <= L < 1, (name, L)
+        assert (cfg.eval_split, cfg.method, cfg.ablation) == ("val", "implicit", None), name
+        assert cfg.gamma == 1.0, name  # the post-fusion norm of these presets has no gamma to make smaller
+    assert any(cfg.a == 1.0 and cfg.c < 1 for cfg in frontier.values())
+    settings = {(c.a, c.c, c.alpha1, c.alpha2, c.p) for c in frontier.values()}
+    assert len(settings) == len(frontier)
+    stems = [c for k, c in rows(protocol, "beyond").items() if k.endswith("jfb-stem")]
+    assert len(stems) == 4 and all(c.train_stem and c.method == "jfb" for c in stems)
+
+
+def test_names_are_those_of_the_model():
+    from lipmdeq import model
+
+    assert set(PRESETS) == set(model.PRESETS)
+    assert set(ABLATIONS) == set(model.ABLATIONS)
+
+
+def test_every_config_builds_its_model():
+    from lipmdeq.model import configure
+
+    sizes = {"cifar10": 32, "tiny-imagenet-25": 64, "imagenet": 224}
+    for path in FILES:
+        cfg = RunConfig.from_yaml(path)
+        shape = configure(
+            cfg.preset,
+            cfg.model,
+            cfg.ablation,
+            image_size=cfg.resolution or sizes[cfg.data],
+            **cfg.model_changes(),
+        )
+        assert shape.is_lipschitz == (cfg.model == "lipschitz" and cfg.ablation not in ("S1", "S2", "S3"))
+
+
+BAD = [
+    ({"a": 7}, "a = 7: must be in (0, 1]"),
+    ({"a": "abc"}, "a = 'abc': must be a number in (0, 1]"),
+    ({"a": True}, "a = True: must be a number in (0, 1]"),
+    ({"a": float("nan")}, "a = nan: must be in (0, 1]"),
+    ({"slope": 0.4}, "slope = 0.4: not a parameter"),
+    ({"epoch": 3}, "epoch = 3: not a parameter (did you mean epochs?)"),
+    ({"c": -1}, "c = -1: must be in (0, inf)"),
+    ({"p": 1}, "p = 1: must be in [0, 1)"),
+    ({"n": 2.5}, "n = 2.5: must be a whole number >= 1, or None"),
+    ({"n": 0}, "n = 0: must be"),
+    ({"epochs": "ten"}, "epochs = 'ten': must be a whole number"),
+    ({"epochs": 0}, "epochs = 0: must be a whole number >= 1"),
+    ({"batch": 1}, "batch = 1: must be a whole number >= 2"),
+    ({"lr": "1e-3"}, "lr = '1e-3': must be a number in (0, inf)"),
+    ({"seed": -1}, "seed = -1: must be"),
+    ({"model": "resnet"}, "model = 'resnet': must be one of lipschitz, mdeq"),
+    ({"preset": "huge"}, "preset = 'huge': must be one of digits, cpu"),
+    ({"ablation": "S9"}, "ablation = 'S9': must be one of S1"),
+    ({"ablation": "S1", "model": "mdeq"}, "ablation = 'S1': must be None for model = 'mdeq'"),
+    ({"method": "bptt"}, "method = 'bptt': must be one of implicit, jfb, phantom"),
+    ({"solver": 3}, "solver = 3: must be one of anderson, picard, broyden"),
+    ({"device": "tpu"}, "device = 'tpu': must be one of auto, cpu, cuda"),
+    ({"train_stem": "yes"}, "train_stem = 'yes': must be True or False"),
+    ({"compile": 1}, "compile = 1: must be True or False"),
+    ({"data": 5}, "data = 5: must be text"),
+    ({"eval_split": "val"}, "val_images = 0: must be >= 1 for eval_split = 'val'"),
+    ({"trace_epochs": "all"}, "trace_epochs = 'all': must be a list of whole numbers"),
+    ({"trace_epochs": [99]}, "trace_epochs = [99]: must be whole numbers from 0 to epochs = "),
+]
+
+
+@pytest.mark.parametrize("values, message", BAD, ids=[str(v) for v, _ in BAD])
+def test_bad_parameters_are_named_in_one_sentence(values, message):
+    with pytest.raises(ParameterError) as error:
+        RunConfig.from_mapping(values)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+    assert error.value._render_traceback_() == [f"ParameterError: {error.value}"]
+
+
+def test_bad_config_files(tmp_path):
+    for text, message in (
+        ("a: [", "is not YAML"),
+        ("- 1\n", "must be lines of the form"),
+        ("", "must be lines of the form"),
+    ):
+        path = tmp_path / "bad.yaml"
+        path.write_text(text)
+        with pytest.raises(ParameterError, match=message):
+            RunConfig.from_yaml(path)
+    with pytest.raises(ParameterError, match="cannot be read"):
+        RunConfig.from_yaml(tmp_path / "missing.yaml")
+
+
+def test_namespace_of_a_notebook():
+    namespace = {"a": 0.2, "In": ["x"], "_dh": 3, "json": json, "RunConfig": RunConfig, "Out": {}}
+    assert RunConfig.from_namespace(namespace) == RunConfig(a=0.2)
+    with pytest.raises(ParameterError, match="slope = 0.4: not a parameter"):
+        RunConfig.from_namespace({**namespace, "slope": 0.4})
+
+
+def test_command_repeats_the_run():
+    from lipmdeq.commands import parse_value
+
+    cfg = RunConfig(a=0.1, n=2, train_stem=False, trace_epochs=(0, 2), ablation="S3", lr=1e-3, out="x")
+    words = shlex.split(cfg.command())[4:]
+    assert words[0] == "-p"
+    again = {words[i + 1]: parse_value(words[i + 2]) for i in range(0, len(words), 3)}
+    assert RunConfig.from_mapping({**again, "out": "x"}) == cfg
+
+
+def test_parameters_cell_says_what_the_package_says():
+    notebook = json.loads((ROOT / "notebooks" / "train.ipynb").read_text())
+    cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert cells[0]["metadata"]["tags"] == ["parameters"]
+    lines = "".join(cells[0]["source"]).splitlines()
+    assert len(lines) == len(fields(RunConfig))
+    space: dict = {}
+    exec("\n".join(lines), space)
+    for line, f in zip(lines, fields(RunConfig), strict=True):
+        assert line.startswith(f"{f.name}: ")
+        assert line.endswith(f"  # {f.metadata['help']}")
+        assert RunConfig(**{f.name: space[f.name]}) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "results").glob("*/*/*/seed*.json")), ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_records_fit_their_configs(path):
+    record = json.loads(path.read_text())
+    config = ROOT / "configs" / path.parent.relative_to(ROOT / "results")
+    seed = int(path.stem.removeprefix("seed"))
+    assert RunConfig.from_mapping(record["parameters"]).identity() == (
+        RunConfig.from_yaml(f"{config}.yaml", seed=seed).identity()
+    )
+    assert len(record["history"]) == record["parameters"]["epochs"]
+    assert record["seed"] == seed
+
+
+def graph(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "snakemake", "-s", str(folder / "Snakefile"), "-d", str(folder), *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_graph_runs_what_is_missing_and_no_more(tmp_path):
+    for name in ("Snakefile", "profiles", "configs"):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    table = TABLES["table1"]
+    three = [r for r in table if not r.startswith("lip") or "jfb" not in r]
+    for row in table:
+        for seed in range(3 if row in three else 1):
+            path = tmp_path / "results" / "cpu" / "table1" / row / f"seed{seed}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            cfg = RunConfig.from_yaml(tmp_path / "configs" / "cpu" / "table1" / f"{row}.yaml", seed=seed)
+            path.write_text(json.dumps({"parameters": cfg.to_dict()}))
+    only = ("-n", "--config", "tables=table1")
+    done = graph(tmp_path, *only)
+    assert done.returncode == 0 and "Nothing to be done" in done.stdout + done.stderr, done.stderr
+    path.unlink()
+    done = graph(tmp_path, *only)
+    planned = re.findall(r"^rule (\w+):", done.stdout + done.stderr, re.MULTILINE)
+    assert sorted(planned) == ["all", "run"], done.stderr
+    path = tmp_path / "results" / "cpu" / "table1" / "mdeq" / "seed0.json"
+    cfg = RunConfig.from_mapping(json.loads(path.read_text())["parameters"])
+    path.write_text(json.dumps({"parameters": cfg.changed(lr=0.5).to_dict()}))
+    done = graph(tmp_path, *only)
+    assert done.returncode != 0 and "was made with lr = 0.5" in done.stdout + done.stderr

@@ -1,0 +1,530 @@
+"""The training loop: same seed same bits, killed anywhere, damaged files, divergence, several processes, records."""
+
+import fcntl
+import functools
+import json
+import math
+import os
+import pickle
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lipmdeq import batch as one_batch
+from lipmdeq import records, training
+from lipmdeq.__main__ import main
+from lipmdeq.batch import Sums, jacobian_weight, learning_rate, stream
+from lipmdeq.certificate import certify
+from lipmdeq.parallel import World
+from lipmdeq.runconfig import ParameterError, RunConfig, RunError
+from lipmdeq.training import Run, train
+
+ROOT = Path(__file__).parent.parent
+TINY = dict(
+    n=2, train_images=64, test_images=40, batch=16, epochs=2, lr=5e-3, checkpoint_every=3, p=0.2, device="cpu"
+)
+
+
+def tiny(**changes) -> RunConfig:
+    return RunConfig(**{**TINY, **changes})
+
+
+@pytest.fixture(autouse=True)
+def quick_certificate(monkeypatch):
+    """Only what is proved: measuring takes longer than these trainings."""
+    monkeypatch.setattr(training, "certify", functools.partial(certify, measure=False))
+
+
+def open_run(cfg: RunConfig, out: Path) -> Run:
+    return Run(cfg, out, World.open(cfg))
+
+
+def numbers(value):
+    """A record without what may differ between two runs with equal numbers: times, places, what is only measured."""
+    drop = ["seconds", "milliseconds_per_step", "memory", "started", "finished", "code", "out"]
+    drop += ["measured_norm", "measured_norm_D", "spectral_radius", "points", "observed_steps", "slack"]
+    if isinstance(value, dict):
+        return {k: numbers(v) for k, v in value.items() if k not in drop}
+    return [numbers(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> SimpleNamespace:
+    out = tmp_path_factory.mktemp("undisturbed")
+    record = train(tiny(out=str(out), trace_epochs=[0, 2]), log=None)
+    return SimpleNamespace(out=out, returned=record, record=json.loads((out / records.RECORD).read_text()))
+
+
+def final_weights(out: Path) -> dict:
+    return records.load_checkpoint(out / records.CHECKPOINT)["model"]
+
+
+# ---------------------------------------------------------------- the record
+
+
+def test_record_says_what_was_run(undisturbed):
+    r, cfg = undisturbed.record, tiny(out=str(undisturbed.out), trace_epochs=[0, 2])
+    assert RunConfig.from_mapping(r["parameters"]) == cfg
+    assert records.matches_config(r, cfg) and not records.matches_config(r, tiny(a=0.1))
+    assert [h["epoch"] for h in r["history"]] == [1, 2]
+    for h in r["history"]:
+        assert set(h["seconds"]) == {*one_batch.CLOCKS, "train", "evaluation"}
+        assert all(
+            math.isfinite(v) for v in (h["train"]["loss"], h["test"]["loss"], h["train"]["nfe_backward"])
+        )
+        assert h["train"]["images"] == 64 and h["test"]["images"] == 40 and h["steps"] == 4
+    last = r["history"][-1]
+    assert r["result"]["accuracy"] == last["test"]["accuracy"]  # of the last epoch, not of the best
+    assert r["result"]["top5"] >= r["result"]["accuracy"]
+    assert r["result"]["nfe_test_forward"] == last["test"]["nfe_forward"]
+    assert r["data"]["sha256"] and r["versions"]["torch"] and r["machine"]["cores"]
+    assert r["command"].startswith("python -m lipmdeq train -p ")
+    assert "64 training images of digits at 8x8" in r["scale"]
+    assert str(ROOT) not in json.dumps(numbers(r))
+    model = records.load_model(undisturbed.out / records.CHECKPOINT)
+    assert records.weights_sha256(model) == r["weights_sha256"]
+    certificate = records.certificate_of(r)
+    assert certificate.matches(model)
+    assert str(certificate) and certificate._repr_html_()
+    for layer in certificate.layers:
+        assert layer["limit"] is None or layer["norm"] <= layer["limit"] * (1 + 1e-6), layer
+    for mode in ("test", "train"):
+        assert f"{mode} mode: proved to be a contraction" in r["guarantee"]
+    assert json.loads(json.dumps(records.jsonable(undisturbed.returned))) == r
+
+
+def test_record_says_when_nothing_is_proved():
+    r = train(tiny(model="mdeq", epochs=1), log=None)
+    assert not r["certificate"]["test"]["certified"]
+    assert r["guarantee"].count("NOT proved to be a contraction") == 2
+    assert r["model"]["config"]["a"] == 1.0
+
+
+def test_traces_have_the_forced_number_of_iterations_and_change_nothing(undisturbed):
+    traces = undisturbed.record["traces"]
+    assert [t["epoch"] for t in traces] == [0, 2]
+    for t in traces:
+        for name, k in (("train_forward", 18), ("train_backward", 20), ("test_forward", 18)):
+            for kind in ("mean", "median", "worst"):
+                assert len(t[name][kind]) == k
+            assert all(m <= w * (1 + 1e-4) for m, w in zip(t[name]["mean"], t[name]["worst"], strict=True))
+            assert t[name]["worst"][-1] < 1e-4  # a contraction
+    without = train(tiny(), log=None)
+    assert without["weights_sha256"] == undisturbed.record["weights_sha256"]
+    assert numbers(without["history"]) == numbers(undisturbed.record["history"])
+
+
+def test_seed_decides(undisturbed):
+    assert train(tiny(seed=1), log=None)["weights_sha256"] != undisturbed.record["weights_sha256"]
+
+
+def test_every_call_of_f_is_counted(tmp_path):
+    run = open_run(tiny(epochs=1, test_images=32), tmp_path)
+    calls, forward = [0], run.model.f.forward
+    run.model.f.forward = lambda *a: (calls.__setitem__(0, calls[0] + 1), forward(*a))[1]
+    run._one_epoch()
+    row = run.history[0]
+    assert (
+        calls[0]
+        == (row["train"]["nfe_forward"] + row["train"]["attached_forward"]) * 4
+        + row["test"]["nfe_forward"] * 2
+    )
+    assert 1 <= row["train"]["steps_forward"] <= row["train"]["nfe_forward"]
+
+
+def test_sums_find_the_worst_image():
+    solution = SimpleNamespace()
+    solution.nfe, solution.nfe_total, solution.steps = 5, 6, torch.tensor([3, 5])
+    solution.converged = torch.tensor([True, False])
+    solution.residuals = torch.tensor([[1.0, 1.0], [1e-4, 0.2]])
+    solution.backward = None
+    sums = Sums()
+    sums.add(torch.tensor(2.0), torch.eye(12)[:2], torch.tensor([0, 11]), solution)
+    row = sums.row(12, ("forward",))
+    assert (row["nfe_forward"], row["steps_forward"], row["attached_forward"]) == (5, 4, 1)
+    assert (row["not_converged_forward"], row["loss"], row["accuracy"]) == (1, 2.0, 0.5)
+    assert row["worst_residual_forward"] == pytest.approx(0.2)
+
+
+# ---------------------------------------------------------------- killed and resumed
+
+
+class Killed(BaseException):
+    """What a signal does to a process, inside one process."""
+
+
+@pytest.mark.parametrize("after", [1, 3, 5, 8])
+def test_stopped_after_any_step_ends_with_the_same_bits(after, undisturbed, tmp_path, monkeypatch):
+    cfg, step, done = tiny(out=str(tmp_path), trace_epochs=[0, 2]), Run._one_step, [0]
+
+    def one_step(self, *args):
+        if done[0] == after:
+            raise Killed
+        done[0] += 1
+        step(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        if after == 8:
+            patch.setattr(
+                Run, "_record", lambda self: (_ for _ in ()).throw(Killed())
+            )  # all steps done, no record
+        patch.setattr(Run, "_one_step", one_step)
+        train(cfg, log=None)
+    record = train(cfg, log=None)
+    assert record["weights_sha256"] == undisturbed.record["weights_sha256"]
+    assert numbers(records.read_record(tmp_path / records.RECORD)) == numbers(undisturbed.record)
+
+
+def test_stopped_while_writing_keeps_the_old_checkpoint(tmp_path, monkeypatch, undisturbed):
+    cfg, replace, calls = tiny(out=str(tmp_path), trace_epochs=[0, 2]), os.replace, [0]
+
+    def interrupted(*args):
+        calls[0] += 1
+        if calls[0] == 2:
+            raise Killed
+        replace(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", interrupted)
+        train(cfg, log=None)
+    assert records.load_checkpoint(tmp_path / records.CHECKPOINT)["step"] == 3
+    assert train(cfg, log=None)["weights_sha256"] == undisturbed.record["weights_sha256"]
+
+
+def test_kill_9_at_random_moments(tmp_path):
+    cfg = tiny(epochs=6, out=str(tmp_path / "killed"), checkpoint_every=1)
+    words = [w for k, v in cfg.unlike_default().items() for w in ("-p", k, str(v))]
+    command = [sys.executable, "-m", "lipmdeq", "train", *words]
+    moments = random.Random(0)
+    for k in range(2):
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
+        seen = stamp(cfg)
+        while stamp(cfg) == seen and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.2))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, f"the run ended before it was killed, time {k}"
+    assert not (tmp_path / "killed" / records.RECORD).exists()
+    resumed, plain = train(cfg, log=None), train(cfg.changed(out=""), log=None)
+    assert resumed["weights_sha256"] == plain["weights_sha256"]
+    assert numbers(resumed["history"]) == numbers(plain["history"])
+
+
+def stamp(cfg: RunConfig) -> int:
+    file = Path(cfg.out) / records.CHECKPOINT
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
+def test_finished_run_is_returned_at_once(undisturbed, monkeypatch):
+    monkeypatch.setattr(training, "Run", None)
+    cfg = tiny(out=str(undisturbed.out), trace_epochs=[0, 2])
+    assert train(cfg)["weights_sha256"] == undisturbed.record["weights_sha256"]
+
+
+def test_other_parameters_in_the_same_folder_are_refused(undisturbed, tmp_path):
+    out = undisturbed.out
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    with pytest.raises(RunError, match="holds a run with a = 0.4, not 0.1; nothing was changed"):
+        train(tiny(out=str(out), trace_epochs=[0, 2], a=0.1))
+    run = open_run(tiny(), tmp_path)
+    run._checkpoint()
+    with pytest.raises(RunError, match="holds a run with seed = 0, not 5"):
+        train(tiny(out=str(tmp_path), seed=5))
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    with open(tmp_path / ".lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="another process is running there"):
+            train(tiny(out=str(tmp_path)))
+
+
+# ---------------------------------------------------------------- damage
+
+
+def test_one_changed_byte_is_reported(undisturbed, tmp_path, capsys):
+    raw = (undisturbed.out / records.CHECKPOINT).read_bytes()
+    path = tmp_path / records.CHECKPOINT
+    for place in (30, 100, len(raw) // 2, len(raw) - 1):
+        path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
+        with pytest.raises(RunError, match="is damaged: its content does not have the sha256"):
+            train(tiny(out=str(tmp_path), trace_epochs=[0, 2]))
+    for content, message in (
+        (raw[:-1], "is damaged"),
+        (b"", "is not a checkpoint"),
+        (raw[5:], "is not a checkpoint"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(RunError, match=message):
+            records.load_checkpoint(path)
+        assert main(["certify", str(path)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("lipmdeq certify: ") and said.count("\n") == 1
+
+
+def test_pickled_code_is_not_executed(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "executed",))
+
+    path = tmp_path / "evil.ckpt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", lambda state, f: f.write(pickle.dumps(Evil())))
+        records.save_checkpoint(path, {})
+    with pytest.raises(RunError, match="holds more than plain tensors"):
+        records.load_checkpoint(path)
+    torch.save(Evil(), tmp_path / "zip")  # the same inside torch's own container
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", lambda state, f: f.write((tmp_path / "zip").read_bytes()))
+        records.save_checkpoint(path, {})
+    with pytest.raises(RunError, match="holds more than plain tensors"):
+        records.load_checkpoint(path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_divergence_stops_and_keeps_the_last_good_checkpoint(tmp_path):
+    cfg = tiny(lr=1e25, out=str(tmp_path), checkpoint_every=1)
+    with pytest.raises(
+        RunError, match="training diverged at epoch 1, step .*last good checkpoint is .*smaller lr"
+    ):
+        train(cfg, log=None)
+    with pytest.raises(RunError, match="training diverged"):
+        train(cfg, log=None)
+    state = records.load_checkpoint(tmp_path / records.CHECKPOINT)["model"]
+    assert all(torch.isfinite(v).all() for v in state.values())
+    assert not (tmp_path / records.RECORD).exists()
+
+
+def test_nan_in_the_data_stops(tmp_path):
+    run = open_run(tiny(), tmp_path)
+    x, y = next(run.data.train.batches(16))
+    with pytest.raises(RunError, match="the loss is nan; there is no checkpoint yet"):
+        run._one_step(x * float("nan"), y, 0.0)
+
+
+def test_full_disk_and_unwritable_folder(tmp_path):
+    run = open_run(tiny(), tmp_path)
+    run._checkpoint()
+    before = run.file.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(
+            RunError, match=r"cannot be written \(File too large\); the last complete file is kept"
+        ):
+            run._checkpoint()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert run.file.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [records.CHECKPOINT]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot be written"):
+        train(tiny(out=str(tmp_path / "file" / "run")))
+
+
+def test_what_does_not_fit_the_data_or_the_machine():
+    for changes, message in (
+        (dict(n=9), "n = 9: must be a whole number from 1 to 3"),
+        (dict(data="nothing"), "data = 'nothing': must be"),
+        (dict(train_images=10**6), "train_images = 1000000"),
+        (dict(batch=65), "batch = 65: must be at most the number of training images, 64"),
+        (dict(precision="tf32"), "precision = 'tf32'"),
+        (dict(preset="cpu", n=None), "image_size|8"),
+    ):
+        if "preset" in changes:
+            changes["resolution"] = 4
+        with pytest.raises(ParameterError, match=message):
+            train(tiny(**changes))
+    if not torch.cuda.is_available():
+        with pytest.raises(ParameterError, match="device = 'cuda': must be auto or cpu"):
+            train(tiny(device="cuda"))
+
+
+# ---------------------------------------------------------------- what is computed
+
+
+def test_learning_rate_is_a_cosine():
+    cfg = tiny(lr=0.1)
+    assert learning_rate(cfg, 0, 100) == pytest.approx(0.1)
+    assert learning_rate(cfg, 50, 100) == pytest.approx(0.05, rel=1e-3)
+    assert 1e-6 < learning_rate(cfg, 99, 100) < 1e-4
+    assert learning_rate(cfg, 100, 100) == pytest.approx(1e-6)
+
+
+def test_jacobian_regularisation_is_on_for_few_early_steps():
+    cfg = RunConfig(jacobian_weight=0.5, epochs=200)
+    early = [jacobian_weight(cfg, e, s) for e in range(90) for s in range(20)]
+    assert set(early) == {0.0, 0.5}
+    assert 0.03 < sum(w > 0 for w in early) / len(early) < 0.07
+    assert not any(jacobian_weight(cfg, e, s) for e in range(90, 200) for s in range(20))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(method="jfb", train_stem=False),
+        dict(method="jfb", train_stem=True),
+        dict(method="phantom", solver="picard"),
+        dict(jacobian_weight=0.5, solver="broyden", model="mdeq"),
+        dict(precision="bfloat16", ablation="S3"),
+    ],
+    ids=str,
+)
+def test_methods(changes, tmp_path, monkeypatch):
+    monkeypatch.setattr(one_batch, "JACOBIAN_RATE", 1.0)
+    cfg = tiny(epochs=1, **changes)
+    run = open_run(cfg, tmp_path)
+    start = {k: v.clone() for k, v in run.model.state_dict().items()}
+    run._one_epoch()
+    for name, p in run.model.named_parameters():
+        frozen = name.startswith("stem") and not cfg.train_stem
+        assert torch.equal(p, start[name]) == frozen, name
+    assert ("nfe_backward" in run.history[0]["train"]) == (cfg.method == "implicit")
+    records.write_json(tmp_path / "record.json", run._record())
+    assert records.read_record(tmp_path / "record.json")["result"]["nfe_train_forward"] >= 1
+
+
+def test_validation_split():
+    r = train(tiny(epochs=3, eval_every=2, eval_split="val", val_images=50), log=None)
+    assert [h["val"] is None for h in r["history"]] == [True, False, False]
+    assert r["result"]["split"] == "val" and r["result"]["images"] == 50
+    assert all("test" not in h for h in r["history"])
+
+
+def test_bar_only_where_somebody_looks(capsys, monkeypatch):
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    lines = []
+    train(tiny(epochs=1), log=lines.append)
+    said = capsys.readouterr()
+    assert len(lines) == 1 and lines[0].startswith("epoch   1/1  loss ") and not said.out and not said.err
+
+
+def test_streams_are_unrelated():
+    seeds = {
+        stream(purpose, seed, epoch, step)
+        for purpose in (11, 12)
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for step in (0, 1)
+    }
+    assert len(seeds) == 16 and all(0 <= s < 2**63 for s in seeds)
+
+
+# ---------------------------------------------------------------- shell
+
+
+def test_commands(undisturbed, tmp_path, capsys):
+    for words, message in (
+        (["-p", "a", "7"], "lipmdeq train: a = 7: must be in (0, 1]"),
+        (["-p", "slope", "0.4"], "lipmdeq train: slope = 0.4: not a parameter"),
+        (["-f", str(tmp_path / "no.yaml")], "lipmdeq train: config = "),
+        (["-p", "data", "nothing"], "lipmdeq train: data = 'nothing': must be"),
+    ):
+        assert main(["train", *words]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(message) and said.count("\n") == 1
+    (tmp_path / "run.yaml").write_text("epochs: 1\nn: 2\ntrain_images: 32\ntest_images: 20\nbatch: 16\n")
+    assert main(["train", "-f", str(tmp_path / "run.yaml"), "-p", "out", str(tmp_path / "run")]) == 0
+    assert "test accuracy" in capsys.readouterr().out
+    checkpoint = str(undisturbed.out / records.CHECKPOINT)
+    assert main(["certify", checkpoint, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fingerprint"] == undisturbed.record["certificate"]["fingerprint"]
+    assert found["test"] == undisturbed.record["certificate"]["test"]
+    assert main(["certify", checkpoint, "--image-size", "16"]) == 0
+    assert "images 16x16: contraction PROVED" in capsys.readouterr().out
+    for words, message in (
+        ([str(tmp_path / "none.ckpt")], "cannot be read (No such file or directory)"),
+        ([checkpoint, "--image-size", "3"], "image_size = 3: must be a multiple of 2"),
+    ):
+        assert main(["certify", *words]) == 1
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1
+
+
+def test_exported_weights_are_small_and_whole(undisturbed, tmp_path):
+    source, path = undisturbed.out / records.CHECKPOINT, tmp_path / "seed0.ckpt"
+    records.export_weights(source, path)
+    assert path.stat().st_size < 0.5 * source.stat().st_size
+    assert records.weights_sha256(records.load_model(path)) == undisturbed.record["weights_sha256"]
+
+
+# ---------------------------------------------------------------- several processes
+
+TWO = """
+import sys, torch
+from lipmdeq.certificate import certify
+from lipmdeq.parallel import World
+from lipmdeq.runconfig import RunConfig
+from lipmdeq.training import Batch, new_model, open_data
+cfg = RunConfig(n=2, p=0.0, batch=16, tol=1e-9, max_forward=60, max_backward=60, device="cpu", out="x")
+world = World.open(cfg)
+data = open_data(cfg, world.device)
+model = new_model(cfg, data).double()
+for part in (model.stem, model.head):
+    for m in part.modules():
+        m.eval() if isinstance(m, torch.nn.BatchNorm2d) else None
+with torch.no_grad():  # far from the start, where most gradients vanish
+    for q in model.parameters():
+        q.add_(torch.randn(q.shape, generator=torch.Generator().manual_seed(q.numel())), alpha=0.1)
+model.constrain()
+x, y = next(data.train.batches(16, train=True, drop_last=True, rank=world.rank, world=world.size))
+shared = world.wrap(Batch(model))
+loss, *_ = shared(x.double(), y)
+loss.backward()
+if world.writes:
+    torch.save([p.grad for p in model.parameters()], sys.argv[1])
+world.close()
+"""
+
+
+def torchrun(folder: Path, processes: int, *words: str) -> subprocess.CompletedProcess:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *launch, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_gradients_of_one(tmp_path):
+    """BatchNorm in test mode: on CPUs its batch statistics are those of each process."""
+    (tmp_path / "two.py").write_text(TWO)
+    done = torchrun(tmp_path, 2, "two.py", "two.pt")
+    assert done.returncode == 0, done.stderr[-2000:]
+    subprocess.run(
+        [sys.executable, "two.py", "one.pt"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    one, two = (torch.load(tmp_path / f"{k}.pt", weights_only=True) for k in ("one", "two"))
+    assert len(one) == len(two)
+    for a, b in zip(one, two, strict=True):
+        assert a.norm() > 1e-6 and (a - b).norm() <= 1e-6 * a.norm()
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_run(tmp_path):
+    cfg = tiny(epochs=2, out="run")
+    words = [w for k, v in cfg.unlike_default().items() for w in ("-p", k, str(v))]
+    done = torchrun(tmp_path, 2, "-m", "lipmdeq", "train", *words)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("epoch   1/2") == 1  # one process talks
+    record = records.read_record(tmp_path / "run" / records.RECORD)
+    assert record["machine"]["processes"] == 2
+    assert [h["train"]["images"] for h in record["history"]] == [64, 64]
+    assert record["result"]["images"] == 40
+    model = records.load_model(tmp_path / "run" / records.CHECKPOINT)
+    assert records.certificate_of(record).matches(model)
