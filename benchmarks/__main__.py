@@ -1,7 +1,7 @@
 """Speed and memory as ratios, everything interleaved in one process, medians of rounds.
 
-    python benchmarks/bench.py --preset cpu              # about 6 minutes on two cores
-    python benchmarks/bench.py --preset paper-cifar10    # about 40 minutes: the 10M-parameter model
+    python -m benchmarks                           # preset cpu
+    python -m benchmarks --preset paper-cifar10    # the 10M-parameter model
 
 Rows are timed at the same weights for all methods: MDEQ at its initial weights with its evaluations forced to the caps 18/20 (in
 the paper its solves do not converge: 17.9 and 20), the Lipschitz models with every convolution brought to norm c, which is
