@@ -1,8 +1,7 @@
 """How solvers propose the next point: Picard, Anderson, Broyden, and the safeguard that ties them to Banach's theorem.
 
-A proposal object sees one evaluation (z, f(z)) of the whole batch at a time and returns the next z. Tensors that are
-proportional to z stay in the memory order of f(z) (no layout copies for channels_last); the algebra per sample is a few
-small numpy arrays on the host, in double precision.
+A whole batch of states is one tensor (B, D) here (see `Layout`). What is proportional to D stays on its device and costs
+a few passes over memory; the algebra per sample is a few small numpy arrays on the host, in double precision.
 """
 
 from __future__ import annotations
@@ -11,49 +10,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# ---- tensors: views in memory order, batched products -----------------------------------------------------------
+
+class Layout:
+    """Branches (B, ...) <-> one tensor (B, D), in the memory order of the branches (no permuting copies).
+
+    The work dtype is float32 at least, so that residuals of bfloat16 states are formed and measured in float32.
+    """
+
+    def __init__(self, branches: list[Tensor]):
+        self.shapes = [t.shape for t in branches]
+        self.last = [t.dim() == 4 and not t.is_contiguous() for t in branches]  # channels_last
+        self.sizes = [t[0].numel() for t in branches]
+        self.dtypes = [t.dtype for t in branches]
+        self.dtype, self.device = work_dtype(*self.dtypes), branches[0].device
+
+    def empty(self, *lead: int) -> Tensor:
+        return torch.empty((*lead, self.shapes[0][0], sum(self.sizes)), dtype=self.dtype, device=self.device)
+
+    def pack(self, branches: list[Tensor], out: Tensor) -> Tensor:
+        """Copies the branches into out (B, D)."""
+        order = [t.permute(0, 2, 3, 1) if last else t for t, last in zip(branches, self.last, strict=True)]
+        return torch.cat([t.reshape(t.shape[0], -1) for t in order], 1, out=out)
+
+    def unpack(self, flat: Tensor) -> list[Tensor]:
+        """Branches, each dense in memory; a view of flat if there is only one."""
+        parts = [flat] if len(self.sizes) == 1 else torch.split_with_sizes_copy(flat, self.sizes, 1)
+        return [self._shape(*args) for args in zip(parts, self.shapes, self.last, self.dtypes, strict=True)]
+
+    @staticmethod
+    def _shape(flat: Tensor, shape: torch.Size, last: bool, dtype: torch.dtype) -> Tensor:
+        if last:
+            b, c, h, w = shape
+            return flat.view(b, h, w, c).permute(0, 3, 1, 2).to(dtype)
+        return flat.view(shape).to(dtype)
 
 
-def rows(t: Tensor) -> Tensor:
-    """(B, ...) -> (B, D) in memory order: a view for contiguous and for channels_last tensors."""
-    if t.dim() == 4 and not t.is_contiguous():
-        t = t.permute(0, 2, 3, 1)
-    return t.reshape(t.shape[0], -1)
+def work_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def like(flat: Tensor, t: Tensor) -> Tensor:
-    """(B, D) -> view of the shape and memory order of t; inverse of `rows`."""
-    if t.dim() == 4 and not t.is_contiguous():
-        b, c, h, w = t.shape
-        return flat.view(b, h, w, c).permute(0, 3, 1, 2)
-    return flat.view(t.shape)
+def dots(stack: Tensor, x: Tensor) -> Tensor:
+    """(n, B, D), (B, D) -> (B, n): inner products per sample. Row vector times matrix is the orientation that is
+    memory-bound on a CPU; matrix times column vector is 5 to 10 times slower."""
+    return torch.bmm(x.unsqueeze(1), stack.permute(1, 2, 0)).squeeze(1)
 
 
-def dots(stacks: list[Tensor], xs: list[Tensor]) -> Tensor:
-    """(n, B, D_i), (B, D_i) -> (B, n): inner products per sample, summed over branches. Row-vector @ matrix is the
-    orientation that is memory-bound on CPU (matrix @ column-vector is 5-10 times slower)."""
-    return sum(
-        torch.bmm(x.unsqueeze(1), s.permute(1, 2, 0)) for s, x in zip(stacks, xs, strict=True)
-    ).squeeze(1)
+def combine(coef: Tensor, stack: Tensor) -> Tensor:
+    """(B, n), (n, B, D) -> (B, D): linear combinations per sample."""
+    return torch.bmm(coef.unsqueeze(1), stack.transpose(0, 1)).squeeze(1)
 
 
-def combine(coef: Tensor, stacks: list[Tensor]) -> list[Tensor]:
-    """(B, n), (n, B, D_i) -> (B, D_i): linear combinations per sample."""
-    return [torch.bmm(coef.unsqueeze(1), s.transpose(0, 1)).squeeze(1) for s in stacks]
-
-
-def norms(groups: list[list[Tensor]]) -> np.ndarray:
-    """Per-sample norms over all branches, one row per group, with a single transfer to the host."""
-    single = [torch.linalg.vector_norm(r, dim=1, dtype=work_dtype(r.dtype)) for g in groups for r in g]
-    host = torch.stack(single).double().cpu().numpy().reshape(len(groups), -1, single[0].shape[0])
-    return np.sqrt((host * host).sum(1))
-
-
-def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-# ---- the safeguard: pure per-sample arithmetic -----------------------------------------------------------------
+def to_host(t: Tensor) -> np.ndarray:
+    return t.cpu().numpy().astype(np.float64)
 
 
 class Safeguard:
@@ -62,177 +70,188 @@ class Safeguard:
     The anchor is the best point so far, r_b its residual ||f(z)-z||, r_0 the first one, k the evaluations after the
     first, q the last residual ratio seen in a Picard step. On an L-contraction q <= L. Rule: accelerate only if
 
-        kappa = log(r_b / r_0) / log(q) >= k,
+        log(r_b / r_0) / log(q) >= k,
 
-    that is, if the progress made is worth k Picard steps even at the rate q. Then r_b <= L^(k-1) r_0 always (induction):
+    that is, if the progress so far is worth k Picard steps at the rate q. Then r_b <= L^(k-1) r_0 always, by induction:
     a Picard step from the anchor multiplies r_b by at most L; an accelerated one is tried only when
     r_b <= q^k r_0 <= L^k r_0 and, even if it fails, leaves r_b where it was. So at most one evaluation is ever lost
-    against Banach's bound, and r_b -> 0. No rule can promise more against the *actual* Picard path: f may be
-    constant near the next Picard point, which no evaluation elsewhere reveals.
+    against Banach's bound, and r_b -> 0. No rule can promise this against the *actual* Picard path: f may be constant
+    near the next Picard point, which no evaluation elsewhere reveals. Further Picard steps make that rare (they can only
+    help the argument above):
 
-    Further, without harm to the argument: no acceleration where Picard is expected to finish by itself (q r_b below the
-    target) or where ||f(z)-z|| > ||f(z)||; after `patience` evaluations without progress a run of Picard steps, its
-    length doubling each time (so a map that contracts only in another norm, where r may grow for a while, converges as
-    well). If a Picard step enlarges r, f is no contraction in this norm and acceleration is free.
+    - where Picard is expected to finish by itself (q r_b below the target), or ||f(z)-z|| > ||f(z)||;
+    - one, after an accelerated step whose residual is larger than its `promise`, impossible if f were affine;
+    - a run of 2, 4, 8, ... after an accelerated step without progress.
+
+    If a Picard step enlarges r, f is no contraction in l2. Then acceleration is free, with a run of Picard steps after
+    `patience` evaluations without progress: as runs grow, a map that contracts in another norm converges as well.
     """
 
     def __init__(self, patience: int):
-        self.patience = patience
-        self.k = -1
+        self.patience, self.k = patience, -1
+        self.promise = None  # (B,) residual norm that the model of the last accelerated step allows
 
     def update(self, r: np.ndarray, size: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Residual norms r, ||f(z)||, residual norm to reach, all (B,) -> (point becomes anchor, accelerate next)."""
+        """||f(z)-z||, ||f(z)||, residual norm to reach, all (B,) -> (point becomes the anchor, accelerate next)."""
         self.k += 1
         if self.k == 0:
-            self.r0, self.best, self.rel = r, r, r > size
-            self.q = np.zeros_like(r)
+            self.r0, self.best, self.far, self.q, self.promise = r, r, r > size, np.zeros_like(r), r
             self.picard, self.fails = np.ones(len(r), bool), np.zeros(len(r), int)
-            self.run, self.length = self.fails.copy(), np.full(len(r), self.patience)
+            self.run, self.length = self.fails.copy(), np.full(len(r), 2)
             return self.picard, ~self.picard
         self.q = np.where(self.picard, r / self.best, self.q)
-        better, forced = r < self.best, self.run > 0
-        accept = better | forced
-        self.best, self.rel = np.where(accept, r, self.best), np.where(accept, r > size, self.rel)
-        self.fails = np.where(better, 0, self.fails + 1)
-        start = (self.fails >= self.patience) & ~forced
-        self.run = np.where(start, self.length, np.maximum(self.run - 1, 0))
-        self.length = np.where(start, 2 * self.length, self.length)
-        self.fails[start] = 0
-        slow, steps = self.q < 1, self.k - 1e-6
-        ahead = np.log(self.best / self.r0) <= steps * np.log(np.minimum(self.q, 1))
-        accelerate = ~slow | (ahead & ~self.rel & (self.q * self.best >= target))
-        self.picard = (self.run > 0) | ~accelerate
+        better, slow, doubt = r < self.best, self.q < 1, ~self.picard & (r > self.promise)
+        if better.all():
+            accept, self.best, self.far = better, r, r > size
+            self.run = np.maximum(self.run - 1, 0)
+            self.fails[:] = 0
+        else:
+            forced = self.run > 0
+            accept = better | forced
+            self.best, self.far = np.where(accept, r, self.best), np.where(accept, r > size, self.far)
+            self.fails = np.where(accept, 0, self.fails + 1)
+            start = ~accept & ((slow & ~self.picard) | (self.fails >= self.patience))
+            self.run = np.where(start, self.length, np.maximum(self.run - 1, 0))
+            self.length[start] *= 2
+        ahead = np.log(self.best / self.r0) <= (self.k - 1e-6) * np.log(np.minimum(self.q, 1))
+        worthwhile = ahead & ~doubt & ~self.far & (self.q * self.best >= target)
+        self.picard = (self.run > 0) | (slow & ~worthwhile)
         return accept, ~self.picard
 
 
-def anderson_weights(gram: np.ndarray, anchor: np.ndarray, ridge: float, eps: float) -> np.ndarray:
-    """Weights alpha, sum 1, that minimise ||sum alpha_i g_i||^2 + ridge sum alpha_i^2 ||g_i - g_a||^2 (i != anchor).
+def anderson_weights(
+    gram: np.ndarray, anchor: np.ndarray, ridge: float, eps: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights alpha, sum 1, that minimise ||sum alpha_i g_i||^2 + ridge sum_{i != a} alpha_i^2 ||g_i - g_a||^2.
 
     The ridge is relative to each difference, so alpha does not change when z is scaled; a large ridge gives alpha = e_a,
-    the Picard step. eps is the rounding level of the Gram matrix.
+    the Picard step from the anchor a. eps is the rounding level of the Gram matrix.
 
     Args:
         gram: (B, n, n) inner products of the residuals g_i. anchor: (B,) index a.
+
+    Returns:
+        alpha (B, n), and ||sum alpha_i g_i|| (B,) up to rounding: if f is affine, the next residual is at most L times it.
     """
     b = np.arange(len(gram))
     cross, own = gram[b, :, anchor], gram[b, anchor, anchor][:, None]
     diff = gram - cross[:, :, None] - cross[:, None, :] + own[:, :, None]
-    diag = np.einsum("bii->bi", diff).clip(0) + 4 * eps * (np.einsum("bii->bi", gram) + own)
-    scale = np.sqrt(np.where(diag > 0, diag, 1.0))
-    system = diff / (scale[:, :, None] * scale[:, None, :]) + ridge * np.eye(gram.shape[1])
+    diag = lambda a: np.diagonal(a, axis1=1, axis2=2)  # noqa: E731
+    square = np.maximum(diag(diff), 0) + 4 * eps * (diag(gram) + own)
+    scale = np.sqrt(np.where(square > 0, square, 1.0))
+    system = diff / (scale[:, :, None] * scale[:, None, :]) + max(ridge, 1e-14) * np.eye(gram.shape[1])
     alpha = np.linalg.solve(system, ((own - cross) / scale)[..., None])[..., 0] / scale
     alpha[b, anchor] = 0.0
     alpha[b, anchor] = 1.0 - alpha.sum(1)
-    return alpha
+    predicted = (alpha[:, None, :] @ gram @ alpha[:, :, None])[:, 0, 0]
+    noise = 16 * eps * (alpha**2 * diag(gram)).sum(1)
+    return alpha, np.sqrt(np.maximum(predicted, 0) + noise)
 
 
-# ---- proposals: where to evaluate next -------------------------------------------------------------------------
+# Proposals. `slots()` gives room (2, B, D) for f(z) and f(z) - z, also as `fz` and `g`; the one before stays valid.
+# `propose(z, r, size, target, active)` returns the next point, or `fz` itself for a Picard step of the whole batch, and sets
+# `expected`, a guess (B,) of the next residual norm.
 
 
 class PicardStep:
-    def __init__(self, damping: float = 1.0):
-        self.damping, self.scratch = damping, None
+    """z <- z + damping (f(z) - z)."""
 
-    def buffers(self, fz):
-        """Where the driver writes f(z) - z: (B, D_i) per branch."""
-        self.scratch = self.scratch or [torch.empty_like(rows(t), dtype=work_dtype(t.dtype)) for t in fz]
-        return self.scratch
+    def __init__(self, layout: Layout, damping: float = 1.0):
+        self.damping, self.rooms, self.turn, self.before = damping, layout.empty(2, 2), 0, np.nan
 
-    def propose(self, z, fz, *_):
-        return (
-            fz if self.damping == 1 else [torch.lerp(a, b, self.damping) for a, b in zip(z, fz, strict=True)]
-        )
+    def slots(self) -> Tensor:
+        self.turn = 1 - self.turn
+        self.fz, self.g = self.rooms[self.turn]
+        return self.rooms[self.turn]
+
+    def propose(self, z: Tensor, r, size, target, active) -> Tensor:
+        self.expected, self.before = r * np.minimum(r / self.before, 1), r
+        return self.fz if self.damping == 1 else torch.add(z, self.g, alpha=self.damping)
 
 
 class AndersonStep:
-    def __init__(self, m: int, ridge: float, beta: float):
-        self.m, self.ridge, self.beta = m, ridge, beta
-        self.guard, self.k, self.f_hist = (
-            Safeguard(m - 1),
-            -1,
-            None,
-        )  # m - 1: the anchor never leaves the history
+    """z <- sum alpha_i (z_i + beta g_i) over the last m evaluations, under the safeguard."""
 
-    def buffers(self, fz):
-        m = self.m
-        if self.f_hist is None:
-            new = [rows(t).to(work_dtype(t.dtype)).new_empty((m, *rows(t).shape)) for t in fz]
-            self.f_hist, self.g_hist = new, [torch.empty_like(t) for t in new]
-            self.gram, self.anchor = np.zeros((len(fz[0]), m, m)), np.zeros(len(fz[0]), int)
+    def __init__(self, layout: Layout, m: int, ridge: float, beta: float):
+        self.m, self.ridge, self.beta, self.k = m, ridge, beta, -1
+        self.guard = Safeguard(m - 1)  # so the anchor is never older than the history
+        self.history = layout.empty(m, 2)
+        b = self.history.shape[2]
+        self.gram, self.anchor = np.zeros((b, m, m)), np.zeros(b, int)
+        self.eps = torch.finfo(layout.dtype).eps
+
+    def slots(self) -> Tensor:
         self.k += 1
-        self.slot, self.n = self.k % m, min(self.k + 1, m)
-        return [g[self.slot] for g in self.g_hist]
+        self.slot = self.k % self.m
+        self.fz, self.g = self.history[self.slot]
+        return self.history[self.slot]
 
-    def propose(self, z, fz, r, size, target, active):
-        slot, n = self.slot, self.n
-        for hist, t in zip(self.f_hist, fz, strict=True):
-            like(hist[slot], t).copy_(t)
-        g_hist = [g[:n] for g in self.g_hist]
-        new = dots(g_hist, [g[slot] for g in self.g_hist]).double().cpu().numpy()
-        self.gram[:, slot, :n] = self.gram[:, :n, slot] = new
-        accept, accelerate = self.guard.update(r, size, target)
+    def propose(self, z: Tensor, r, size, target, active) -> Tensor:
+        slot, n, guard = self.slot, min(self.k + 1, self.m), self.guard
+        fs, gs = self.history[:n, 0], self.history[:n, 1]
+        self.gram[:, slot, :n] = self.gram[:, :n, slot] = to_host(dots(gs, self.g))
+        accept, accelerate = guard.update(r, size, target)
         self.anchor = np.where(accept, slot, self.anchor)
         accelerate &= active
+        self.expected = guard.best * np.minimum(guard.q, 1) if self.k else np.full_like(r, np.inf)
         if not accelerate.any() and (self.anchor[active] == slot).all():
-            return fz
+            return self.fz
         alpha = np.eye(n)[self.anchor]
         if accelerate.any():
-            eps = torch.finfo(self.f_hist[0].dtype).eps
-            gram = self.gram[accelerate, :n, :n]
-            alpha[accelerate] = anderson_weights(gram, self.anchor[accelerate], self.ridge, eps)
-        alpha = torch.from_numpy(alpha).to(self.f_hist[0])
-        out = combine(alpha, [h[:n] for h in self.f_hist])
+            gram, anchor = self.gram[accelerate, :n, :n], self.anchor[accelerate]
+            alpha[accelerate], promise = anderson_weights(gram, anchor, self.ridge, self.eps)
+            guard.promise = np.full_like(r, np.inf)
+            guard.promise[accelerate] = promise
+            self.expected[accelerate] = promise * np.minimum(guard.q[accelerate], 1)
+        out = combine(torch.from_numpy(alpha).to(self.g), fs)
         if self.beta != 1:  # mixing acts on accelerated samples only: the fallback stays Picard
-            beta = alpha * torch.from_numpy((self.beta - 1) * accelerate).to(alpha)[:, None]
-            out = [a.add_(b) for a, b in zip(out, combine(beta, g_hist), strict=True)]
-        return [like(o, t).to(t.dtype) for o, t in zip(out, fz, strict=True)]
+            out -= combine(torch.from_numpy((1 - self.beta) * accelerate[:, None] * alpha).to(self.g), gs)
+        return out
 
 
 class BroydenStep:
-    """Good Broyden on g(z) = f(z) - z: inverse Jacobian H = -I + sum u_i v_i^T, rank-one updates along the steps."""
+    """Good Broyden on g(z) = f(z) - z, under the safeguard: inverse Jacobian H = -I + sum u_i v_i^T, forgotten after m
+    updates. z <- z_a - H g_a = f(z_a) - sum u_i (v_i . g_a) from the anchor z_a."""
 
-    def __init__(self, m: int):
-        self.m, self.guard, self.n, self.u = m, Safeguard(5), 0, None
+    def __init__(self, layout: Layout, m: int):
+        self.m, self.n, self.guard, self.rooms, self.turn = m, 0, Safeguard(5), layout.empty(2, 2), 0
+        self.uv = layout.empty(m, 2)
+        self.anchor = None
 
-    def buffers(self, fz):
-        self.g = [torch.empty_like(rows(t), dtype=work_dtype(t.dtype)) for t in fz]
-        return self.g
+    def slots(self) -> Tensor:
+        self.turn = 1 - self.turn
+        self.fz, self.g = self.rooms[self.turn]
+        return self.rooms[self.turn]
 
-    def propose(self, z, fz, r, size, target, active):
-        flat = [rows(t).to(g.dtype) for t, g in zip(fz, self.g, strict=True)]
-        if self.u is None:
-            self.u = [f.new_empty((self.m, *f.shape)) for f in flat]
-            self.v = [torch.empty_like(u) for u in self.u]
-            self.f_anchor, self.g_anchor = flat, self.g
-            self.guard.update(r, size, target)
-            return fz
-        self._learn(
-            [rows(like(a, t).copy_(x)) for a, t, x in zip(map(torch.empty_like, flat), fz, z, strict=True)]
-        )
+    def propose(self, z: Tensor, r, size, target, active) -> Tensor:
         accept, accelerate = self.guard.update(r, size, target)
-        keep = torch.from_numpy(accept).to(flat[0].device)[:, None]
-        self.f_anchor = [torch.where(keep, a, b) for a, b in zip(flat, self.f_anchor, strict=True)]
-        self.g_anchor = [torch.where(keep, a, b) for a, b in zip(self.g, self.g_anchor, strict=True)]
-        coef = dots([v[: self.n] for v in self.v], self.g_anchor)
-        coef = coef * torch.from_numpy(accelerate).to(coef)[:, None]  # no correction: z = f(z_anchor), Picard
-        out = [
-            a - c for a, c in zip(self.f_anchor, combine(coef, [u[: self.n] for u in self.u]), strict=True)
-        ]
-        return [like(o, t).to(t.dtype) for o, t in zip(out, fz, strict=True)]
+        if self.anchor is None:
+            self.anchor, self.expected = self.rooms[self.turn].clone(), np.full_like(r, np.inf)
+            return self.fz
+        self._learn(z - (self.anchor[0] - self.anchor[1]), self.g - self.anchor[1])
+        self.anchor = torch.where(_column(accept, self.g) > 0, self.rooms[self.turn], self.anchor)
+        self.guard.promise = self.expected = self.guard.best * np.minimum(
+            self.guard.q, 1
+        )  # as Picard, at least
+        u, v = self.uv[: self.n, 0], self.uv[: self.n, 1]
+        coef = dots(v, self.anchor[1]) * _column(accelerate, self.g)  # no correction: Picard from the anchor
+        return self.anchor[0] - combine(coef, u)
 
-    def _learn(self, z: list[Tensor]) -> None:
-        """Rank-one update from the anchor to the new point: s = dz, y = dg, v = H^T s, u = (s - H y) / (v.y)."""
-        if self.n == self.m:
-            self.n = 0
-        n = self.n
-        s = [a - (f - g) for a, f, g in zip(z, self.f_anchor, self.g_anchor, strict=True)]
-        y = [a - b for a, b in zip(self.g, self.g_anchor, strict=True)]
-        u, v = [t[:n] for t in self.u], [t[:n] for t in self.v]
-        hy = [c - b for c, b in zip(combine(dots(v, y), u), y, strict=True)] if n else [-t for t in y]
-        vs = [c - b for c, b in zip(combine(dots(u, s), v), s, strict=True)] if n else [-t for t in s]
-        vy, ss = dots([t[None] for t in vs], y), dots([t[None] for t in s], s)
-        inverse = torch.where(vy.abs() > 1e-6 * ss, 1 / vy, 0)  # a step without information changes nothing
-        for i in range(len(s)):
-            torch.mul(s[i] - hy[i], inverse, out=self.u[i][n])
-            self.v[i][n].copy_(vs[i])
+    def _learn(self, s: Tensor, y: Tensor) -> None:
+        """Rank-one update H y = s for the step s with residual change y: v = H^T s, u = (s - H y) / (v . y)."""
+        n = self.n = 0 if self.n == self.m else self.n
+        hy, v = -y, -s
+        if n:
+            hy, v = (
+                hy + combine(dots(self.uv[:n, 1], y), self.uv[:n, 0]),
+                v + combine(dots(self.uv[:n, 0], s), self.uv[:n, 1]),
+            )
+        vy, ss = (v * y).sum(1, keepdim=True), (s * s).sum(1, keepdim=True)
+        inverse = torch.where(vy.abs() > 1e-6 * ss, 1 / vy, 0)  # a step that tells nothing changes nothing
+        torch.mul(s - hy, inverse, out=self.uv[n, 0])
+        self.uv[n, 1].copy_(v)
         self.n = n + 1
+
+
+def _column(mask: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(mask).to(like)[:, None]

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lipmdeq.acceleration import AndersonStep, BroydenStep, PicardStep, rows
+from lipmdeq.acceleration import AndersonStep, BroydenStep, Layout, PicardStep, to_host
 from lipmdeq.tracking import (
     Calls,
     ConvergenceError,
@@ -25,11 +26,12 @@ from lipmdeq.tracking import (
     State,
     Track,
     require,
-    residual,
     whole,
 )
 
 __all__ = ["Anderson", "Broyden", "ConvergenceError", "Picard", "Solution", "Solver", "SolverWarning"]
+
+SLACK = 3.0  # the next evaluation may be the last if its residual is guessed below SLACK * tol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,22 +73,35 @@ class Solver:
             text = (
                 f"a solve stopped before every sample converged ({solution.reason}); see Solution.converged"
             )
-            warnings.warn(text, SolverWarning, stacklevel=3)
+            warnings.warn(text, SolverWarning, stacklevel=1)
         return solution
 
     def _solve(self, calls: Calls, final: Map | None) -> Solution:
-        z, step = calls.z0, self._step()
-        track = Track(self, z)
+        branches = calls.z0
+        track, last, before = Track(self, len(branches[0])), self.max_iter == 1, None
+        held = track.bad
         for k in range(self.max_iter):
-            last = final is not None and (track.expect_end or k == self.max_iter - 1)
-            fz = calls(z, final if last else None)
-            g = step.buffers(fz)
-            r, size = residual(z, fz, g)
-            target = track.observe(z, fz, r, size)
+            use = final if last else None
+            fz = calls(branches, use)
+            if k == 0:
+                layout = Layout(fz)
+                step, z = self._step(layout), layout.pack(branches, layout.empty())
+            slots = step.slots()
+            r, size = _measure(layout, z, fz, slots)
+            target = track.observe(r, size, z, step.fz, before)
             if track.done or k == self.max_iter - 1:
                 break
-            z = track.hold(step.propose(z, fz, r, size, target, ~track.frozen), z, fz)
-        return track.solution(calls, last)
+            z_next = step.propose(z, r, size, target, track.active)
+            last = k == self.max_iter - 2 or bool((step.expected < SLACK * target)[track.active].all())
+            # Broken samples go back to their best point, so do the stopped ones for the graph; else they run on, ignored.
+            held = track.kept & ~track.active if last and final else track.bad
+            z = track.patch(0, z_next, held)
+            branches, before = fz if z is step.fz else layout.unpack(z), slots
+        if not track.kept.any():
+            return track.solution(calls, fz, branches, use is not None)
+        used = use is not None and not (track.kept & ~held).any()
+        z_in = branches if used or final is None else layout.unpack(track.patch(0, z, track.kept))
+        return track.solution(calls, layout.unpack(track.patch(1, step.fz, track.kept)), z_in, used)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +121,8 @@ class Picard(Solver):
         require(self.L is None or 0 <= self.L < 1, "L", self.L, "in [0, 1), or None")
         require(self.L is None or self.tol > 0, "tol", self.tol, "> 0 if L is given")
 
-    def _step(self) -> PicardStep:
-        return PicardStep(self.damping)
+    def _step(self, layout: Layout) -> PicardStep:
+        return PicardStep(layout, self.damping)
 
     def _solve(self, calls: Calls, final: Map | None) -> Solution:
         return super()._solve(calls, final) if self.L is None else self._a_priori(calls)
@@ -135,27 +150,28 @@ class Picard(Solver):
         return max(k, 1), top * q**k / (bottom - drop * q**k)
 
     def _a_priori(self, calls: Calls) -> Solution:
-        z, step, need = calls.z0, self._step(), None
+        z, need = calls.z0, None
         if self.relative and not any(t.any() for t in z):
             need, bound = self._count(None, None)
-        while calls.nfe < self.max_iter and (need is None or need > 0):
+        while calls.nfe < self.max_iter and need != 0:
             fz = calls(z)
             if need is None:
-                need, bound = self._count(*residual(z, fz, step.buffers(fz)))
-            z = step.propose(z, fz)
+                layout = Layout(fz)
+                flat, slots = layout.pack(z, layout.empty()), layout.empty(2)
+                need, bound = self._count(*_measure(layout, flat, fz, slots))
+            same = self.damping == 1
+            z = (
+                fz
+                if same
+                else [torch.lerp(a.to(b.dtype), b, self.damping) for a, b in zip(z, fz, strict=True)]
+            )
             need = need and need - 1
-        b = len(z[0])
-        finite = torch.stack([rows(t).isfinite().all(1) for t in z]).all(0).cpu()
-        reached = finite & (need == 0)
-        reasons = [
-            "converged" if ok else "max_iter" if fin else "nan"
-            for ok, fin in zip(reached, finite, strict=True)
-        ]
-        worst = next((s for s in ("nan", "max_iter") if s in reasons), "converged")
-        bound = np.broadcast_to(bound if need == 0 else np.nan, (1, b)).copy()
-        steps = torch.full((b,), calls.nfe)
-        pack, res = calls.pack(z), torch.from_numpy(bound)
-        return Solution(pack, res, calls.nfe, reached, worst, steps, reasons, calls.nfe, z_in=pack)
+        finite = torch.stack([t.isfinite().flatten(1).all(1) for t in z]).all(0).cpu().numpy()
+        status = np.where(finite, 0 if need == 0 else 1, 3)
+        track = Track(self, len(finite))
+        track.history = [np.broadcast_to(bound if need == 0 else np.nan, finite.shape).copy()]
+        track.status, track.k = status, calls.nfe - 1
+        return track.solution(calls, z, z, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +193,8 @@ class Anderson(Solver):
         require(self.ridge > 0, "ridge", self.ridge, "> 0")
         require(0 < self.beta <= 1, "beta", self.beta, "in (0, 1]")
 
-    def _step(self) -> AndersonStep:
-        return AndersonStep(self.m, self.ridge, self.beta)
+    def _step(self, layout: Layout) -> AndersonStep:
+        return AndersonStep(layout, self.m, self.ridge, self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,5 +207,12 @@ class Broyden(Solver):
         super().__post_init__()
         require(whole(self.m, 1), "m", self.m, "a whole number >= 1")
 
-    def _step(self) -> BroydenStep:
-        return BroydenStep(self.m)
+    def _step(self, layout: Layout) -> BroydenStep:
+        return BroydenStep(layout, self.m)
+
+
+def _measure(layout: Layout, z: Tensor, fz: list[Tensor], slots: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Writes f(z), f(z) - z into slots (2, B, D); returns ||f(z)-z||, ||f(z)||, both (B,), over all branches."""
+    torch.sub(layout.pack(fz, slots[0]), z, out=slots[1])
+    size, r = to_host(torch.linalg.vector_norm(slots, dim=2))
+    return r, size

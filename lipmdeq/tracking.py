@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipmdeq.acceleration import like, norms, rows
-
 if TYPE_CHECKING:
     from lipmdeq.solvers import Solver
 
@@ -68,11 +66,14 @@ class Calls:
     def __init__(self, f: Map, z0: State):
         self.f, self.nfe, self.single = f, 0, isinstance(z0, Tensor)
         self.z0 = [z0] if self.single else list(z0)
-        sizes = {t.shape[0] if t.dim() else None for t in self.z0}
+        sizes = sorted({t.shape[0] if t.dim() else 0 for t in self.z0})
         require(
-            len(sizes) == 1 and None not in sizes, "z0", sizes, "tensors with the same batch size in dim 0"
+            len(sizes) == 1 and sizes[0] > 0,
+            "batch sizes of z0",
+            sizes,
+            "one whole number >= 1, dim 0 of every branch",
         )
-        self.plain = None
+        self.shapes = [t.shape for t in self.z0]
 
     def pack(self, z: list[Tensor]) -> State:
         return z[0] if self.single else z
@@ -81,31 +82,101 @@ class Calls:
         self.nfe += 1
         out = (other or self.f)(self.pack(z))
         fz = [out] if isinstance(out, Tensor) else list(out)
-        found, wanted = [tuple(t.shape) for t in fz], [tuple(t.shape) for t in z]
-        require(found == wanted, "shape of f(z)", found, f"that of z, {wanted}")
-        if self.plain is None:
-            self.plain = [t.is_contiguous() for t in fz]
-        return [layout(t, plain) for t, plain in zip(fz, self.plain, strict=True)]
+        found = [t.shape for t in fz]
+        require(found == self.shapes, "shapes of f(z)", found, f"those of z, {self.shapes}")
+        return fz
 
 
-def layout(t: Tensor, plain: bool) -> Tensor:
-    """Keep the memory order of the first evaluation: histories are compared element by element."""
-    if t.dim() != 4 or t.is_contiguous() == plain:
+STATUS = ("converged", "max_iter", "diverged", "nan")  # from good to bad
+
+
+class Track:
+    """Residuals, stopping, and the best evaluation (z, f(z)) of every sample; states are (B, D).
+
+    Rows are copied only when they would be lost: when a sample stops before the others do, or when its residual grows.
+    """
+
+    def __init__(self, solver: Solver, b: int):
+        self.solver, self.k, self.history, self.done, self.stopped = solver, -1, [], False, False
+        self.active, self.bad, self.status = np.ones(b, bool), np.zeros(b, bool), np.ones(b, int)
+        self.best, self.steps = np.full(b, np.inf), np.zeros(b, int)
+        self.kept = np.zeros(b, bool)  # the best evaluation is in `saved`, not the last one
+        self.saved = None
+
+    def observe(
+        self, r: np.ndarray, size: np.ndarray, z: Tensor, fz: Tensor, before: tuple | None
+    ) -> np.ndarray:
+        """Record one evaluation; before = (f(z), f(z) - z) of the previous one. Returns the residual norms to reach."""
+        s = self.solver
+        self.k += 1
+        if self.k == 0:
+            self.limit = DIVERGED * np.maximum(r, size) if s.tol > 0 else np.inf
+        target = s.tol * size if s.relative else np.full_like(r, s.tol)
+        value = r / np.maximum(size, 1e-300) if s.relative else r
+        active = self.active
+        if self.stopped:
+            value = np.where(active, value, self.history[-1])
+        self.history.append(value)
+        better = value < self.best
+        if (
+            s.stop == "worst"
+            and not self.stopped
+            and better.all()
+            and value.min() >= s.tol
+            and (r <= self.limit).all()
+        ):
+            self.best, self.kept = value, ~better
+            return target  # all samples active and better, none done: the usual case, kept short
+        better &= active
+        finite = np.isfinite(r) & np.isfinite(size)
+        bad = active & ~(finite & (r <= self.limit))
+        better &= ~bad
+        lost = active & ~better & ~self.kept
+        if lost.any():
+            self._save(lost, *((z, z) if before is None else (before[0] - before[1], before[0])))
+        self.best, self.kept = np.where(better, value, self.best), (self.kept & ~better) | lost
+        met = active & ~bad & (value < s.tol)
+        self.status[met], self.status[bad] = 0, np.where(finite[bad], 2, 3)
+        self.bad |= bad
+        self.active = active & ~bad & ~met if s.stop == "worst" else ~self.bad
+        self.steps[self.active != active] = self.k + 1
+        self.done = not self.active.any() or (s.stop == "mean" and value[~self.bad].mean() < s.tol)
+        self.stopped = not self.active.all()
+        early = active & ~self.active & ~bad
+        if early.any() and not self.done:
+            self._save(early, z, fz)
+            self.kept |= early
+        return target
+
+    def _save(self, mask: np.ndarray, z: Tensor, fz: Tensor) -> None:
+        i = torch.from_numpy(np.flatnonzero(mask)).to(z.device)
+        if self.saved is None:
+            self.saved = torch.zeros_like(z), torch.zeros_like(fz)
+        for keep, now in zip(self.saved, (z, fz), strict=True):
+            keep[i] = now[i]
+
+    def patch(self, which: int, t: Tensor, mask: np.ndarray) -> Tensor:
+        """t with the saved z (which = 0) or f(z) (1) in the rows of mask; a copy, unless there are none."""
+        if not mask.any():
+            return t
+        i, t = torch.from_numpy(np.flatnonzero(mask)).to(t.device), t.clone()
+        t[i] = self.saved[which][i]
         return t
-    return t.contiguous(memory_format=torch.contiguous_format if plain else torch.channels_last)
 
-
-def residual(z: list[Tensor], fz: list[Tensor], out: list[Tensor]) -> np.ndarray:
-    """Writes f(z) - z into out, (B, D_i) per branch; returns ||f(z)-z|| and ||f(z)||, (2, B), in at least float32."""
-    for g, a, b in zip(out, fz, z, strict=True):
-        torch.sub(a.to(g.dtype), b.to(g.dtype), out=like(g, a))
-    return norms([out, [rows(t) for t in fz]])
-
-
-def put(target: list[Tensor], source: list[Tensor], idx: np.ndarray) -> None:
-    for t, s in zip(target, source, strict=True):
-        i = torch.from_numpy(idx).to(t.device)
-        t[i] = s[i].to(t.dtype)
+    def solution(self, calls: Calls, z: list[Tensor], z_in: list[Tensor], final_used: bool) -> Solution:
+        mean = self.solver.stop == "mean" and self.done and not self.bad.any()
+        return Solution(
+            z=calls.pack(z),
+            residuals=torch.from_numpy(np.stack(self.history)),
+            nfe=calls.nfe,
+            converged=torch.from_numpy(self.status == 0),
+            reason="converged" if mean else STATUS[self.status.max()],
+            steps=torch.from_numpy(np.where(self.active, self.k + 1, self.steps)),
+            reasons=[STATUS[i] for i in self.status],
+            nfe_total=calls.nfe,
+            z_in=calls.pack(z_in),
+            final_used=final_used,
+        )
 
 
 def whole(value, least: int) -> bool:
@@ -115,85 +186,3 @@ def whole(value, least: int) -> bool:
 def require(ok: bool, name: str, value, allowed: str) -> None:
     if not ok:
         raise ValueError(f"{name} = {value}: must be {allowed}")
-
-
-class Track:
-    """Residuals, stopping and the best iterate of every sample. Copies rows only when a better past must be kept."""
-
-    def __init__(self, cfg: Solver, z0: list[Tensor]):
-        b = len(z0[0])
-        self.cfg, self.k, self.history = cfg, -1, []
-        self.status = np.full(b, "max_iter", dtype=object)
-        self.frozen, self.bad = np.zeros(b, bool), np.zeros(b, bool)
-        self.best, self.best_k, self.steps = np.full(b, np.inf), np.full(b, -1), np.zeros(b, int)
-        self.prev, self.saved = (z0, z0), None
-        self.expect_end = self.done = False
-
-    def observe(self, z: list[Tensor], fz: list[Tensor], r: np.ndarray, size: np.ndarray) -> np.ndarray:
-        """Record one evaluation; returns the (B,) residual norms that would count as converged."""
-        cfg = self.cfg
-        self.k += 1
-        if self.k == 0:
-            self.limit = DIVERGED * np.maximum(r, size)
-        active = ~self.frozen
-        target = cfg.tol * size if cfg.relative else np.full_like(r, cfg.tol)
-        value = np.where(r == 0, 0.0, np.minimum(r / np.maximum(size, 1e-300), 1e300)) if cfg.relative else r
-        before = self.history[-1] if self.history else np.full_like(r, np.inf)
-        value = np.where(active, value, before)
-        self.history.append(value)
-        broken = active & ~(np.isfinite(r) & np.isfinite(size))
-        diverged = active & (r > self.limit) & ~broken & (cfg.tol > 0)
-        improved = active & ~broken & ~diverged & (value < self.best)
-        lost = np.flatnonzero(active & ~improved & (self.best_k == self.k - 1))
-        if len(lost):
-            self._save(lost)
-        self.best, self.best_k = np.where(improved, value, self.best), np.where(improved, self.k, self.best_k)
-        met = active & (value < cfg.tol)
-        self.status[met], self.status[broken], self.status[diverged] = "converged", "nan", "diverged"
-        self.steps[active] = self.k + 1
-        self.bad |= broken | diverged
-        self.frozen |= self.bad | (met if cfg.stop == "worst" else False)
-        rest = value[~self.bad]
-        self.done = self.frozen.all() or (cfg.stop == "mean" and rest.mean() < cfg.tol)
-        ahead = value * np.minimum(value / before, 1)
-        self.expect_end = self.k > 0 and bool((ahead[~self.frozen] < 2 * cfg.tol).all())
-        self.prev = (z, fz)
-        return target
-
-    def _save(self, idx: np.ndarray) -> None:
-        self.saved = self.saved or [[torch.empty_like(t) for t in s] for s in self.prev]
-        for keep, now in zip(self.saved, self.prev, strict=True):
-            put(keep, now, idx)
-
-    def hold(self, z_next: list[Tensor], z: list[Tensor], fz: list[Tensor]) -> list[Tensor]:
-        """Stopped samples stay at the input of their best evaluation, whatever the others do."""
-        if not self.frozen.any():
-            return z_next
-        z_next = [t.clone() for t in z_next] if z_next is fz else z_next
-        put(z_next, z, np.flatnonzero(self.frozen & ~self.bad))
-        if self.bad.any():
-            put(z_next, self.saved[0], np.flatnonzero(self.bad))
-        return z_next
-
-    def solution(self, calls: Calls, final_used: bool) -> Solution:
-        old = np.flatnonzero(self.bad | (~self.frozen & (self.best_k < self.k)))
-        z_in, z = self.prev
-        if len(old):
-            z_in, z = [t.clone() for t in z_in], [t.clone() for t in z]
-            put(z_in, self.saved[0], old)
-            put(z, self.saved[1], old)
-        status = self.status.tolist()
-        mean_met = self.cfg.stop == "mean" and self.done and not self.bad.any()
-        found = [s for s in ("nan", "diverged", "max_iter") if s in status]
-        return Solution(
-            z=calls.pack(z),
-            residuals=torch.from_numpy(np.stack(self.history)),
-            nfe=calls.nfe,
-            converged=torch.tensor([s == "converged" for s in status]),
-            reason="converged" if mean_met or not found else found[0],
-            steps=torch.from_numpy(self.steps),
-            reasons=status,
-            nfe_total=calls.nfe,
-            z_in=calls.pack(z_in),
-            final_used=final_used and not len(old),
-        )
