@@ -130,6 +130,35 @@ def test_attack_on_pairs(a):
         optimizer.step()
 
 
+def test_ten_thousand_pairs():
+    """50 random specifications and models, 200 pairs of points each: no violation in the plain and in the weighted norm."""
+    rng = np.random.default_rng(0)
+    for case in range(50):
+        n = int(rng.integers(1, 4))
+        spec = dict(
+            a=rng.uniform(0.05, 1), c=rng.uniform(0.3, 4), gamma=rng.uniform(0.3, 2), alpha1=rng.uniform(0.05, 0.95),
+            alpha2=rng.uniform(0.05, 0.95), p=rng.uniform(0, 0.6),
+        )  # fmt: skip
+        sizes = dict(channels=(8,) * n, head_channels=(4,) * n)
+        net = tiny(seed=case, scale=rng.uniform(0.05, 1), **sizes, **spec).train()
+        z, u = state(net, 200, seed=case)
+        masks = net.f.masks(u)
+        scale = 10 ** rng.uniform(-3, 1)
+        y = [t + scale * torch.randn_like(t) for t in z]
+        with torch.no_grad():
+            out = [p - q for p, q in zip(net.f(z, u, masks), net.f(y, u, masks), strict=True)]
+        s = net.cfg.spec()
+        matrix = s.comparison_matrix(train=True)
+        assert net.f.matrix() == pytest.approx(matrix) or spec["gamma"] > 1  # the tree says the same
+        rho, d = bounds.perron(matrix)
+        for limit, weights in ((bounds.spectral(matrix), [1.0] * n), (rho, d)):
+            up = sum((w * t).flatten(1).pow(2).sum(1) for w, t in zip(weights, out, strict=True)).sqrt()
+            down = sum(
+                (w * (p - q)).flatten(1).pow(2).sum(1) for w, p, q in zip(weights, z, y, strict=True)
+            ).sqrt()
+            assert (up / down).max().item() <= limit * (1 + 1e-9), (case, spec)
+
+
 def test_norm_of_mgn_after_1x1_is_exact():
     """Against the dense operator; folding γ into the kernel alone is wrong when a group has several channels."""
     torch.manual_seed(0)
