@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,12 +87,14 @@ class Solver:
             if k == 0:
                 layout = Layout(fz)
                 step, z = self._step(layout), layout.pack(branches, layout.empty())
+                exact = _without_autocast(layout.device.type)
             slots = step.slots()
             r, size = _measure(layout, z, fz, slots)
             target = track.observe(r, size, z, step.fz, before)
             if track.done or k == self.max_iter - 1:
                 break
-            z_next = step.propose(z, r, size, target, track.active)
+            with exact:
+                z_next = step.propose(z, r, size, target, track.active)
             last = k == self.max_iter - 2 or bool((step.expected < SLACK * target)[track.active].all())
             # Broken samples go back to their best point, so do the stopped ones for the graph; else they run on, ignored.
             held = track.kept & ~track.active if last and final else track.bad
@@ -216,3 +219,8 @@ def _measure(layout: Layout, z: Tensor, fz: list[Tensor], slots: Tensor) -> tupl
     torch.sub(layout.pack(fz, slots[0]), z, out=slots[1])
     size, r = to_host(torch.linalg.vector_norm(slots, dim=2))
     return r, size
+
+
+def _without_autocast(device: str) -> AbstractContextManager:
+    """Autocast is for f: the solver's own products stay in the work dtype."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
