@@ -50,8 +50,9 @@ def browser():
         give_up("the book is not built (make book)")
     if found := faults():
         give_up(f"the built book is not the current one (make book): {found[0]}")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
         started = driver.chromium.launch(executable_path=chromium, args=FLAGS)
         yield started
         started.close()
