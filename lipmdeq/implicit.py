@@ -181,7 +181,7 @@ class _Attach:
 
     def __call__(self, z: State) -> State:
         self.last = (None, None)  # frees the graph of a wrong guess before the next one is built
-        # Casts of weights that autocast cached under no_grad have no graph: they would swallow the gradient.
+        # Older torch: casts of weights that autocast cached under no_grad have no graph and swallow the gradient.
         torch.clear_autocast_cache()
         with torch.enable_grad():
             z_in = _same([t.detach().requires_grad_(self.needs_z) for t in _branches(z)], z)
