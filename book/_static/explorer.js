@@ -1,0 +1,220 @@
+/* The Lipschitz explorer: controls, presets, permalink. Numbers come from lipschitz.js, drawings from explorer-view.js. */
+(() => {
+  "use strict";
+
+  const { compute, DEFAULTS, view } = window.lipExplorer;
+  const FIELDS = [
+    { name: "a", symbol: "a", text: "slope of the activation", min: 0.01, max: 1, step: 0.01 },
+    { name: "c", symbol: "c", text: "norm of the convolutions", min: 0.1, max: 4, step: 0.05 },
+    { name: "gamma", symbol: "γ̄", text: "gain of the norms", min: 0.1, max: 2, step: 0.05 },
+    { name: "alpha1", symbol: "α₁", text: "mix in the residual block", min: 0.01, max: 0.99, step: 0.01 },
+    { name: "alpha2", symbol: "α₂", text: "mix in the fusion", min: 0.01, max: 0.99, step: 0.01 },
+    { name: "n", symbol: "n", text: "number of resolutions", min: 1, max: 8, step: 1 },
+    { name: "p", symbol: "p", text: "dropout rate", min: 0, max: 0.9, step: 0.01 },
+  ];
+  const TOLERANCES = [1e-1, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8];
+  const UNDO = {
+    none: "nothing (Lipschitz MDEQ)",
+    S1: "S1: γ not clipped",
+    S2: "S2: GN for MGN, ε = 1e-5",
+    S3: "S3: convs not constrained",
+    S4: "S4: no softmax in the fusion",
+    S5: "S5: plain sum for α₁",
+    S6: "S6: plain sum for α₂",
+    S7: "S7: plain sums for both",
+    MDEQ: "all of them (MDEQ)",
+  };
+
+  /* Every row of the paper's tables; `paper` is the L that the paper states for it. */
+  const row = (group, label, values, paper = null) => ({ group, label, values, paper });
+  const tables = ["Table 1: CIFAR-10", "Table 2: ablation", "Table 3: ImageNet (p = 0)"];
+  const PRESETS = [
+    row(tables[0], "MDEQ (also with JR, PG, JFB)", { undo: "MDEQ" }),
+    row(tables[0], "Lipschitz MDEQ, L = 14.43", { a: 1 }, 14.43),
+    row(tables[0], "Lipschitz MDEQ, L = 1.0", {}, 1.0),
+    row(tables[0], "Lipschitz MDEQ, L = 0.03", { a: 0.1 }, 0.03),
+    row(tables[0], "L = 14.43 + JFB", { a: 1 }, 14.43),
+    row(tables[0], "L = 1.0 + JFB", {}, 1.0),
+    row(tables[0], "L = 0.03 + JFB", { a: 0.1 }, 0.03),
+    row(tables[1], "MDEQ", { undo: "MDEQ" }),
+    row(tables[1], "Lipschitz MDEQ, L = 1.0", {}, 1.0),
+    ...["S1", "S2", "S3", "S4", "S5", "S6", "S7"].map((undo) => row(tables[1], UNDO[undo], { undo })),
+    row(tables[2], "MDEQ", { p: 0, undo: "MDEQ" }),
+    row(tables[2], "Lipschitz MDEQ, L = 0.794", { p: 0 }, 0.794),
+    row(tables[2], "Lipschitz MDEQ, L = 0.026", { a: 0.1, p: 0 }, 0.026),
+    row(tables[2], "L = 0.794 − Conv*", { p: 0, undo: "S3" }),
+    row(tables[2], "L = 0.026 − Conv*", { a: 0.1, p: 0, undo: "S3" }),
+    row("Text and figures", "Section 3: example, a = 0.35", { a: 0.35 }, 0.86),
+    row("Text and figures", "Figure 2: fixed setting, c = 1.5", { c: 1.5 }),
+    ...[0.2, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9].map((a) => row("Text and figures", `Figure 4: a = ${a}`, { a })),
+  ];
+  Object.assign(window.lipExplorer, { FIELDS, PRESETS });
+  if (!view) return;
+
+  const { el, addSlider, readLink, writeLink } = window.lipPage;
+  const { app, part } = view;
+  const START = { ...DEFAULTS, x: "a", y: "linear", mode: "train" };
+  let state = { ...START };
+  let paperL = null;
+  const fieldOf = (name) => FIELDS.find((field) => field.name === name);
+
+  // ---- what a reader does
+
+  function set(change) {
+    state = { ...state, ...change };
+    if (Object.keys(change).some((key) => !["x", "y", "mode", "tol"].includes(key))) {
+      paperL = null;
+      part("preset").value = "";
+    }
+    render();
+    announce();
+  }
+
+  function addSelect(name, options, change) {
+    for (const [value, text] of options) part(name).append(el("option", { value }, text));
+    part(name).addEventListener("change", () => set(change(part(name).value)));
+  }
+
+  function addPresets() {
+    const select = part("preset");
+    const groups = new Map();
+    PRESETS.forEach(({ group, label }, index) => {
+      if (!groups.has(group)) groups.set(group, select.appendChild(el("optgroup", { label: group })));
+      groups.get(group).append(el("option", { value: index }, label));
+    });
+    select.addEventListener("change", () => {
+      const preset = PRESETS[select.value];
+      if (!preset) return;
+      const { tol, x, y, mode } = state;
+      state = { ...START, tol, x, y, mode, ...preset.values };
+      paperL = preset.paper;
+      render();
+      announce();
+    });
+  }
+
+  function addButtons() {
+    part("reset").addEventListener("click", () => {
+      set(START);
+      say("All values are back at the start.");
+    });
+    part("link").addEventListener("click", async () => {
+      link();
+      try {
+        await navigator.clipboard.writeText(location.href);
+        say("Link copied.");
+      } catch {
+        say("Copy the link from the address bar.");
+      }
+    });
+    part("plot").addEventListener("click", (event) => set({ [state.x]: valueAt(event.clientX) }));
+    part("log").addEventListener("change", () => set({ y: part("log").checked ? "log" : "linear" }));
+    part("post").addEventListener("change", () => set({ post_affine: part("post").checked }));
+    for (const radio of app.querySelectorAll("input[name=lip-mode]"))
+      radio.addEventListener("change", () => set({ mode: radio.value }));
+  }
+
+  // ---- the address: #a=0.4&c=2&…
+
+  const link = () =>
+    writeLink(
+      state,
+      Object.keys(START).filter((key) => fieldOf(key) || state[key] !== START[key]),
+    );
+
+  /** Takes from the address what is valid; the rest starts at its default. False if it holds no setting. */
+  function follow() {
+    const found = readLink(FIELDS);
+    if (!found) return false;
+    const choices = {
+      undo: Object.keys(UNDO),
+      x: FIELDS.map(({ name }) => name),
+      y: ["linear", "log"],
+      mode: ["train", "test"],
+    };
+    state = { ...START };
+    for (const [key, value] of Object.entries(found))
+      if (fieldOf(key) || (Object.hasOwn(choices, key) && choices[key].includes(value))) state[key] = value;
+    if (TOLERANCES.includes(Number(found.tol))) state.tol = Number(found.tol);
+    if (found.post_affine === "false") state.post_affine = false;
+    return true;
+  }
+
+  // ---- what a reader sees
+
+  let timer = 0;
+  function say(text) {
+    clearTimeout(timer);
+    part("live").textContent = text;
+  }
+  /** Tells a screen reader the result, once the slider rests. */
+  function announce() {
+    clearTimeout(timer);
+    timer = setTimeout(() => say(view.summary(compute(state), state)), 600);
+  }
+
+  let sliders = [];
+  function renderControls() {
+    FIELDS.forEach((f, i) => sliders[i](state[f.name]));
+    for (const name of ["tol", "undo", "x"]) part(name).value = state[name];
+    part("post").checked = state.post_affine;
+    part("log").checked = state.y === "log";
+    for (const radio of app.querySelectorAll("input[name=lip-mode]")) radio.checked = radio.value === state.mode;
+  }
+
+  let frame = 0;
+  let valueAt = () => state[state.x];
+  /** The slower part, at most once per frame. */
+  function drawLater() {
+    cancelAnimationFrame(frame);
+    frame = requestAnimationFrame(() => {
+      valueAt = view.plot(state, fieldOf(state.x), paperL);
+      view.ranges(state, fieldOf(state.x));
+    });
+  }
+
+  function render(linked = true) {
+    renderControls();
+    const r = compute(state);
+    view.cards(r, state);
+    view.readings(r, state, paperL);
+    view.factors(r, state);
+    view.matrix(r);
+    view.python(state, FIELDS);
+    if (linked) link();
+    drawLater();
+  }
+
+  sliders = FIELDS.map((f) =>
+    addSlider(part("sliders"), { ...f, label: view.axis(f) }, (value) => set({ [f.name]: value }), say),
+  );
+  addSelect(
+    "tol",
+    TOLERANCES.map((t) => [t, t < 1e-3 ? t.toExponential() : t]),
+    (text) => ({ tol: Number(text) }),
+  );
+  addSelect("undo", Object.entries(UNDO), (undo) => ({ undo }));
+  addSelect(
+    "x",
+    FIELDS.map((f) => [f.name, view.axis(f)]),
+    (x) => ({ x }),
+  );
+  addPresets();
+  addButtons();
+  app.hidden = false;
+  render(follow()); // without a setting in it, the address stays as it is until something is changed
+  window.addEventListener("hashchange", () => {
+    if (!follow()) return;
+    paperL = null;
+    part("preset").value = "";
+    render();
+    announce();
+  });
+  let width = part("plot").clientWidth;
+  new ResizeObserver(() => {
+    if (part("plot").clientWidth === width) return; // the height is our own doing
+    width = part("plot").clientWidth;
+    drawLater();
+  }).observe(part("plot"));
+  Object.defineProperty(window.lipExplorer, "state", { get: () => ({ ...state }) });
+})();
