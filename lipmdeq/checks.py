@@ -12,9 +12,14 @@ import numpy as np
 ALLOWANCE = 1e-6  # relative room for rounding: a bound that is reached exactly may be passed by an ulp
 
 
+def _plain(value: Any) -> Any:
+    """A tensor without its graph; anything else as it is."""
+    return value.detach() if hasattr(value, "detach") else value
+
+
 def _number(name: str, field: str, value: Any) -> float:
     """A finite float, or a ValueError that names the check, the field and the value."""
-    number = float(value)
+    number = float(_plain(value))
     if not math.isfinite(number):
         raise ValueError(f"{name}: {field} = {number}: must be finite")
     return number
@@ -43,7 +48,7 @@ def check(name: str, bound: Any, observed: Any, at_least: float | None = None, d
         raise ValueError(f"{name}: bound = {bound}: must be positive")
     if at_least is not None and not 0 < at_least <= 1:
         raise ValueError(f"{name}: at_least = {at_least}: must be in (0, 1]")
-    observed = float(observed)
+    observed = float(_plain(observed))
     line = f"{name}: bound {_show(bound, digits)} observed {_show(observed, digits)}"
     if not observed <= bound * (1 + ALLOWANCE):  # written so that NaN fails
         raise AssertionError(f"✗ {line}: the bound is broken")
@@ -66,7 +71,7 @@ def check_equal(name: str, expected: Any, observed: Any, tol: float = 1e-9, digi
     """
     if not 0 < tol <= 0.1:
         raise ValueError(f"{name}: tol = {tol}: must be in (0, 0.1]")
-    want, got = np.asarray(expected, dtype=float), np.asarray(observed, dtype=float)
+    want, got = (np.asarray(_plain(v), dtype=float) for v in (expected, observed))
     if want.shape != got.shape:
         raise ValueError(f"{name}: shapes {want.shape} and {got.shape}: must be equal")
     if want.size == 0:

@@ -213,6 +213,7 @@ class SReLU(nn.Module):
 
     def __init__(self, a: float = 1.0):
         super().__init__()
+        bounds.lip_srelu(a)  # refuses a slope outside (0, 1]
         self.a = a
 
     def forward(self, z: Tensor) -> Tensor:
