@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from lipmdeq import bounds
 from lipmdeq.blocks import FixedPointMap, Fusion, PostFusion, ResidualBlock

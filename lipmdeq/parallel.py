@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from lipmdeq.runconfig import ParameterError, RunConfig
 

@@ -146,9 +146,9 @@ class RunConfig:
     eval_split: str = _par("test", choice("test", "val"), "what is evaluated: test or val")
     eval_every: int = _par(1, whole(), "epochs between evaluations; the last epoch always has one")
     # optimisation
-    epochs: int = _par(12, whole(), "passes over the training images")
-    batch: int = _par(64, whole(2), "images per step, over all processes")
-    lr: float = _par(3e-3, number(), "first learning rate of Adam; cosine to 1e-6")
+    epochs: int = _par(4, whole(), "passes over the training images")
+    batch: int = _par(32, whole(2), "images per step, over all processes")
+    lr: float = _par(4e-3, number(), "first learning rate of Adam; cosine to 1e-6")
     seed: int = _par(0, whole(0, 2**32 - 1), "decides everything random; same seed, same numbers")
     # the machine
     device: str = _par("auto", _device, "auto (a GPU if there is one), cpu, cuda or cuda:<number>")
