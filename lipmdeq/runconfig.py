@@ -113,7 +113,7 @@ class RunConfig:
 
     # what is trained
     model: str = _par("lipschitz", choice("lipschitz", "mdeq"), "lipschitz or mdeq (the baseline)")
-    preset: str = _par("digits", choice(*PRESETS), f"sizes of the model: {', '.join(PRESETS)}")
+    preset: str = _par("digits", choice(*PRESETS), f"sizes: {', '.join(PRESETS)}")
     ablation: str | None = _par(
         None, choice(*ABLATIONS, none=True), "undo one modification: S1, …, S7 (Table 2)"
     )
