@@ -4,8 +4,8 @@
   font files: browsers may refuse those on pages that are opened from disk.
 * Jupyter Book always loads ``sphinx_thebe``, which writes the address of a CDN into every page. Nothing here
   uses it, so its event handlers are disconnected again.
-* The theme ships all of Font Awesome, MathJax every alphabet of Unicode: what no page names is dropped (1.9 MB
-  per page).
+* The theme ships all of Font Awesome, MathJax every alphabet of Unicode: what no page uses is dropped (2 MB per
+  page).
 * Labels such as ``lem:gn`` have a colon, which Sphinx's search forgets to escape.
 """
 
@@ -23,10 +23,20 @@ MATHJAX = ["core", "input/tex", "output/svg", "a11y/assistive-mml"]
 # One icon in Font Awesome's script, "name":[width,height,[aliases],"code","path"], and in its style sheet
 ICON = re.compile(r'"?([a-z0-9-]+)"?:\[\d+,\d+,\[([^\]]*)\],"[0-9a-f]+","[^"]*"\],?')
 ICON_RULE = re.compile(r'\.fa-([a-z0-9-]+):before\{content:"[^"]*"\}')
-# Fraktur, sans-serif and monospace letters in MathJax's font, and the commands that would need them
+# Alphabets in MathJax's font: the commands that need one, its variants, its ranges among the Unicode letters
 GLYPH = re.compile(r'\b(\d{6}):"[^"]*",?')
-ALPHABETS = [(0x1D504, 0x1D537), (0x1D56C, 0x1D6A3), (0x1D7E2, 0x1D7FF)]
-ALPHABET_COMMANDS = re.compile(r"\\(mathfrak|frak|mathsf|mathtt|textsf|texttt|sf|tt)\b")
+VARIANT = re.compile(r"(\w+\.(\w+)=\(0,\w+\.AddPaths\)\(\w+\.\2,)\{[^{}]*\}")
+ALPHABETS = [
+    ("mathfrak|frak", {"fraktur", "frakturBold"}, [(0x1D504, 0x1D537), (0x1D56C, 0x1D59F)]),
+    ("mathscr|scr", {"script", "scriptBold"}, [(0x1D49C, 0x1D503)]),
+    ("mathtt|texttt|tt", {"monospace"}, [(0x1D670, 0x1D6A3), (0x1D7F6, 0x1D7FF)]),
+    ("oldstyle", {"texOldstyle", "texOldstyleBold"}, []),
+    (
+        "mathsf|textsf|sf|mathbfsf",
+        {"sansSerif", "sansSerifBold", "sansSerifItalic", "sansSerifBoldItalic"},
+        [(0x1D5A0, 0x1D66F), (0x1D756, 0x1D7C9), (0x1D7E2, 0x1D7F5)],
+    ),
+]
 
 
 def configure(app: Sphinx, config: Any) -> None:
@@ -57,20 +67,29 @@ def rewrite(path: Path, pattern: re.Pattern[str], keep: Any) -> None:
     path.write_text(pattern.sub(lambda match: match[0] if keep(match) else "", text), "utf8")
 
 
+def trim_font(font: Path, text: str) -> None:
+    """Empty the alphabets for which ``text`` has neither a command nor a letter."""
+    for commands, variants, ranges in ALPHABETS:
+        letters = "".join(f"{chr(low)}-{chr(high)}" for low, high in ranges)
+        if re.search(rf"\\(?:{commands})(?![a-zA-Z])" + (f"|[{letters}]" if letters else ""), text):
+            continue
+        emptied = VARIANT.sub(
+            lambda part, names=variants: f"{part[1]}{{}}" if part[2] in names else part[0],
+            font.read_text("utf8"),
+        )
+        font.write_text(emptied, "utf8")
+        rewrite(font, GLYPH, lambda glyph, out=ranges: not any(a <= int(glyph[1]) <= b for a, b in out))
+
+
 def trim(html: Path, static: Path) -> None:
     """Drop icons and alphabets that no page uses, and source maps."""
     icons = static / "scripts" / "fontawesome.js"
-    readers = [*html.rglob("*.html"), *(path for path in icons.parent.glob("*.js") if path != icons)]
-    text = "\n".join(path.read_text("utf8") for path in readers)
+    scripts = [path for path in [*static.glob("*.js"), *icons.parent.glob("*.js")] if path != icons]
+    text = "\n".join(path.read_text("utf8") for path in [*html.rglob("*.html"), *scripts])
     used = set(re.findall(r"\bfa-([a-z0-9-]+)", text))
     rewrite(icons, ICON, lambda icon: used & {icon[1], *re.findall(r'"([a-z0-9-]+)"', icon[2])})
     rewrite(static / "styles" / "pydata-sphinx-theme.css", ICON_RULE, lambda rule: rule[1] in used)
-    if not ALPHABET_COMMANDS.search(text):
-        rewrite(
-            static / "mathjax" / "output/svg/fonts/tex.js",
-            GLYPH,
-            lambda glyph: not any(low <= int(glyph[1]) <= high for low, high in ALPHABETS),
-        )
+    trim_font(static / "mathjax" / "output/svg/fonts/tex.js", text)
     for source_map in static.rglob("*.map"):
         source_map.unlink()
 
