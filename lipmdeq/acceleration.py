@@ -6,9 +6,13 @@ a few passes over memory; the algebra per sample is a few small numpy arrays on 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
+
+Target = Callable[[np.ndarray], np.ndarray]
 
 
 class Layout:
@@ -18,31 +22,39 @@ class Layout:
     """
 
     def __init__(self, branches: list[Tensor]):
-        self.shapes = [t.shape for t in branches]
-        self.last = [t.dim() == 4 and not t.is_contiguous() for t in branches]  # channels_last
+        self.b, self.shapes, self.dtypes = (
+            len(branches[0]),
+            [t.shape for t in branches],
+            [t.dtype for t in branches],
+        )
+        last = [t.dim() == 4 and not t.is_contiguous() for t in branches]
+        self.formats = [torch.channels_last if x else torch.contiguous_format for x in last]
+        self.strides = [
+            t.contiguous(memory_format=m).stride() for t, m in zip(branches, self.formats, strict=True)
+        ]
         self.sizes = [t[0].numel() for t in branches]
-        self.dtypes = [t.dtype for t in branches]
         self.dtype, self.device = work_dtype(*self.dtypes), branches[0].device
 
     def empty(self, *lead: int) -> Tensor:
-        return torch.empty((*lead, self.shapes[0][0], sum(self.sizes)), dtype=self.dtype, device=self.device)
+        return torch.empty((*lead, self.b, sum(self.sizes)), dtype=self.dtype, device=self.device)
+
+    def rows(self, branches: list[Tensor]) -> list[Tensor]:
+        """(B, D_i) views of the memory of each branch; a copy only where a branch has another memory order."""
+        out = []
+        for t, stride, form, size in zip(branches, self.strides, self.formats, self.sizes, strict=True):
+            t = t if t.stride() == stride else t.contiguous(memory_format=form)
+            out.append(t.as_strided((self.b, size), (size, 1)))
+        return out
 
     def pack(self, branches: list[Tensor], out: Tensor) -> Tensor:
         """Copies the branches into out (B, D)."""
-        order = [t.permute(0, 2, 3, 1) if last else t for t, last in zip(branches, self.last, strict=True)]
-        return torch.cat([t.reshape(t.shape[0], -1) for t in order], 1, out=out)
+        return torch.cat(self.rows(branches), 1, out=out)
 
     def unpack(self, flat: Tensor) -> list[Tensor]:
         """Branches, each dense in memory; a view of flat if there is only one."""
         parts = [flat] if len(self.sizes) == 1 else torch.split_with_sizes_copy(flat, self.sizes, 1)
-        return [self._shape(*args) for args in zip(parts, self.shapes, self.last, self.dtypes, strict=True)]
-
-    @staticmethod
-    def _shape(flat: Tensor, shape: torch.Size, last: bool, dtype: torch.dtype) -> Tensor:
-        if last:
-            b, c, h, w = shape
-            return flat.view(b, h, w, c).permute(0, 3, 1, 2).to(dtype)
-        return flat.view(shape).to(dtype)
+        named = zip(parts, self.shapes, self.strides, self.dtypes, strict=True)
+        return [t.as_strided(shape, stride).to(dtype) for t, shape, stride, dtype in named]
 
 
 def work_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -118,6 +130,12 @@ class Safeguard:
         self.picard = (self.run > 0) | (slow & ~worthwhile)
         return accept, ~self.picard
 
+    def guess(self) -> np.ndarray:
+        """The residual norm to expect next: rate times that of the anchor, or of the model."""
+        if self.k == 0:
+            return np.full_like(self.r0, np.inf)
+        return np.minimum(self.q, 1) * np.where(self.picard, self.best, self.promise)
+
 
 def anderson_weights(
     gram: np.ndarray, anchor: np.ndarray, ridge: float, eps: float
@@ -134,51 +152,58 @@ def anderson_weights(
         alpha (B, n), and ||sum alpha_i g_i|| (B,) up to rounding: if f is affine, the next residual is at most L times it.
     """
     b = np.arange(len(gram))
-    cross, own = gram[b, :, anchor], gram[b, anchor, anchor][:, None]
-    diff = gram - cross[:, :, None] - cross[:, None, :] + own[:, :, None]
-    diag = lambda a: np.diagonal(a, axis1=1, axis2=2)  # noqa: E731
-    square = np.maximum(diag(diff), 0) + 4 * eps * (diag(gram) + own)
-    scale = np.sqrt(np.where(square > 0, square, 1.0))
-    system = diff / (scale[:, :, None] * scale[:, None, :]) + max(ridge, 1e-14) * np.eye(gram.shape[1])
-    alpha = np.linalg.solve(system, ((own - cross) / scale)[..., None])[..., 0] / scale
+    cross, diag = gram[b, :, anchor], np.diagonal(gram, axis1=1, axis2=2)
+    own = diag[b, anchor][:, None]
+    diff = gram - cross[:, :, None] + (own - cross)[:, None, :]
+    noise = eps * (diag + own)
+    square = np.maximum(np.diagonal(diff, axis1=1, axis2=2), 0) + 4 * noise
+    square[square == 0] = 1.0
+    scale = np.sqrt(square)
+    system = diff / (scale[:, :, None] * scale[:, None, :])
+    system[:, range(gram.shape[1]), range(gram.shape[1])] += max(ridge, 1e-14)
+    right = own - cross
+    alpha = np.linalg.solve(system, (right / scale)[..., None])[..., 0] / scale
     alpha[b, anchor] = 0.0
+    squared = alpha * alpha
+    predicted = own[:, 0] + ((16 * noise - ridge * square) * squared - alpha * right).sum(1)
     alpha[b, anchor] = 1.0 - alpha.sum(1)
-    predicted = (alpha[:, None, :] @ gram @ alpha[:, :, None])[:, 0, 0]
-    noise = 16 * eps * (alpha**2 * diag(gram)).sum(1)
-    return alpha, np.sqrt(np.maximum(predicted, 0) + noise)
+    return alpha, np.sqrt(np.maximum(predicted, eps * own[:, 0]))
 
 
 # Proposals. `slots()` gives room (2, B, D) for f(z) and f(z) - z, also as `fz` and `g`; the one before stays valid.
-# `propose(z, r, size, target, active)` returns the next point, or `fz` itself for a Picard step of the whole batch, and sets
-# `expected`, a guess (B,) of the next residual norm.
+# `propose(z, r, size, active)` returns the next point, or `fz` itself for a Picard step of the whole batch; `guess()` then
+# tells the residual norm (B,) to expect there. `target` maps ||f(z)|| to the residual norm that counts as converged.
 
 
 class PicardStep:
     """z <- z + damping (f(z) - z)."""
 
     def __init__(self, layout: Layout, damping: float = 1.0):
-        self.damping, self.rooms, self.turn, self.before = damping, layout.empty(2, 2), 0, np.nan
+        self.damping, self.rooms, self.turn, self.r = damping, layout.empty(2, 2), 0, np.nan
 
     def slots(self) -> Tensor:
         self.turn = 1 - self.turn
         self.fz, self.g = self.rooms[self.turn]
         return self.rooms[self.turn]
 
-    def propose(self, z: Tensor, r, size, target, active) -> Tensor:
-        self.expected, self.before = r * np.minimum(r / self.before, 1), r
+    def propose(self, z: Tensor, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> Tensor:
+        self.before, self.r = self.r, r
         return self.fz if self.damping == 1 else torch.add(z, self.g, alpha=self.damping)
+
+    def guess(self) -> np.ndarray:
+        return self.r * np.minimum(self.r / self.before, 1)
 
 
 class AndersonStep:
     """z <- sum alpha_i (z_i + beta g_i) over the last m evaluations, under the safeguard."""
 
-    def __init__(self, layout: Layout, m: int, ridge: float, beta: float):
-        self.m, self.ridge, self.beta, self.k = m, ridge, beta, -1
+    def __init__(self, layout: Layout, target: Target, m: int, ridge: float, beta: float):
+        self.target, self.m, self.ridge, self.beta, self.k = target, m, ridge, beta, -1
         self.guard = Safeguard(m - 1)  # so the anchor is never older than the history
         self.history = layout.empty(m, 2)
         b = self.history.shape[2]
         self.gram, self.anchor = np.zeros((b, m, m)), np.zeros(b, int)
-        self.eps = torch.finfo(layout.dtype).eps
+        self.eye, self.eps = np.eye(m), torch.finfo(layout.dtype).eps
 
     def slots(self) -> Tensor:
         self.k += 1
@@ -186,35 +211,41 @@ class AndersonStep:
         self.fz, self.g = self.history[self.slot]
         return self.history[self.slot]
 
-    def propose(self, z: Tensor, r, size, target, active) -> Tensor:
+    def propose(self, z: Tensor, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> Tensor:
         slot, n, guard = self.slot, min(self.k + 1, self.m), self.guard
         fs, gs = self.history[:n, 0], self.history[:n, 1]
         self.gram[:, slot, :n] = self.gram[:, :n, slot] = to_host(dots(gs, self.g))
-        accept, accelerate = guard.update(r, size, target)
+        accept, accelerate = guard.update(r, size, self.target(size))
         self.anchor = np.where(accept, slot, self.anchor)
         accelerate &= active
-        self.expected = guard.best * np.minimum(guard.q, 1) if self.k else np.full_like(r, np.inf)
-        if not accelerate.any() and (self.anchor[active] == slot).all():
-            return self.fz
-        alpha = np.eye(n)[self.anchor]
-        if accelerate.any():
+        if not accelerate.any():
+            if (self.anchor == slot)[active].all():
+                return self.fz
+            alpha = self.eye[self.anchor, :n]
+        elif accelerate.all():
+            alpha, guard.promise = anderson_weights(self.gram[:, :n, :n], self.anchor, self.ridge, self.eps)
+        else:
             gram, anchor = self.gram[accelerate, :n, :n], self.anchor[accelerate]
-            alpha[accelerate], promise = anderson_weights(gram, anchor, self.ridge, self.eps)
-            guard.promise = np.full_like(r, np.inf)
-            guard.promise[accelerate] = promise
-            self.expected[accelerate] = promise * np.minimum(guard.q[accelerate], 1)
+            alpha, guard.promise = self.eye[self.anchor, :n], np.full_like(r, np.inf)
+            alpha[accelerate], guard.promise[accelerate] = anderson_weights(
+                gram, anchor, self.ridge, self.eps
+            )
         out = combine(torch.from_numpy(alpha).to(self.g), fs)
         if self.beta != 1:  # mixing acts on accelerated samples only: the fallback stays Picard
             out -= combine(torch.from_numpy((1 - self.beta) * accelerate[:, None] * alpha).to(self.g), gs)
         return out
+
+    def guess(self) -> np.ndarray:
+        return self.guard.guess()
 
 
 class BroydenStep:
     """Good Broyden on g(z) = f(z) - z, under the safeguard: inverse Jacobian H = -I + sum u_i v_i^T, forgotten after m
     updates. z <- z_a - H g_a = f(z_a) - sum u_i (v_i . g_a) from the anchor z_a."""
 
-    def __init__(self, layout: Layout, m: int):
-        self.m, self.n, self.guard, self.rooms, self.turn = m, 0, Safeguard(5), layout.empty(2, 2), 0
+    def __init__(self, layout: Layout, target: Target, m: int):
+        self.target, self.m, self.n = target, m, 0
+        self.guard, self.rooms, self.turn = Safeguard(5), layout.empty(2, 2), 0
         self.uv = layout.empty(m, 2)
         self.anchor = None
 
@@ -223,10 +254,10 @@ class BroydenStep:
         self.fz, self.g = self.rooms[self.turn]
         return self.rooms[self.turn]
 
-    def propose(self, z: Tensor, r, size, target, active) -> Tensor:
-        accept, accelerate = self.guard.update(r, size, target)
+    def propose(self, z: Tensor, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> Tensor:
+        accept, accelerate = self.guard.update(r, size, self.target(size))
         if self.anchor is None:
-            self.anchor, self.expected = self.rooms[self.turn].clone(), np.full_like(r, np.inf)
+            self.anchor = self.rooms[self.turn].clone()
             return self.fz
         self._learn(z - (self.anchor[0] - self.anchor[1]), self.g - self.anchor[1])
         self.anchor = torch.where(_column(accept, self.g) > 0, self.rooms[self.turn], self.anchor)
@@ -236,6 +267,9 @@ class BroydenStep:
         u, v = self.uv[: self.n, 0], self.uv[: self.n, 1]
         coef = dots(v, self.anchor[1]) * _column(accelerate, self.g)  # no correction: Picard from the anchor
         return self.anchor[0] - combine(coef, u)
+
+    def guess(self) -> np.ndarray:
+        return self.guard.guess()
 
     def _learn(self, s: Tensor, y: Tensor) -> None:
         """Rank-one update H y = s for the step s with residual change y: v = H^T s, u = (s - H y) / (v . y)."""

@@ -77,9 +77,12 @@ class Solver:
             warnings.warn(text, SolverWarning, stacklevel=1)
         return solution
 
+    def _target(self, size: np.ndarray) -> np.ndarray:
+        return self.tol * size if self.relative else np.full_like(size, self.tol)
+
     def _solve(self, calls: Calls, final: Map | None) -> Solution:
         branches = calls.z0
-        track, last, before = Track(self, len(branches[0])), self.max_iter == 1, None
+        track, last, before = Track(self, len(branches[0])), final is not None and self.max_iter == 1, None
         held = track.bad
         for k in range(self.max_iter):
             use = final if last else None
@@ -90,15 +93,17 @@ class Solver:
                 exact = _without_autocast(layout.device.type)
             slots = step.slots()
             r, size = _measure(layout, z, fz, slots)
-            target = track.observe(r, size, z, step.fz, before)
+            track.observe(r, size, z, step.fz, before)
             if track.done or k == self.max_iter - 1:
                 break
             with exact:
-                z_next = step.propose(z, r, size, target, track.active)
-            last = k == self.max_iter - 2 or bool((step.expected < SLACK * target)[track.active].all())
+                z_next = step.propose(z, r, size, track.active)
+            if final:
+                near = step.guess() < SLACK * self._target(size)
+                last = k == self.max_iter - 2 or bool(near[track.active].all())
             # Broken samples go back to their best point, so do the stopped ones for the graph; else they run on, ignored.
-            held = track.kept & ~track.active if last and final else track.bad
-            z = track.patch(0, z_next, held)
+            held = track.kept & ~track.active if last else track.bad
+            z = track.patch(0, z_next, held) if track.stopped else z_next
             branches, before = fz if z is step.fz else layout.unpack(z), slots
         if not track.kept.any():
             return track.solution(calls, fz, branches, use is not None)
@@ -197,7 +202,7 @@ class Anderson(Solver):
         require(0 < self.beta <= 1, "beta", self.beta, "in (0, 1]")
 
     def _step(self, layout: Layout) -> AndersonStep:
-        return AndersonStep(layout, self.m, self.ridge, self.beta)
+        return AndersonStep(layout, self._target, self.m, self.ridge, self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +216,7 @@ class Broyden(Solver):
         require(whole(self.m, 1), "m", self.m, "a whole number >= 1")
 
     def _step(self, layout: Layout) -> BroydenStep:
-        return BroydenStep(layout, self.m)
+        return BroydenStep(layout, self._target, self.m)
 
 
 def _measure(layout: Layout, z: Tensor, fz: list[Tensor], slots: Tensor) -> tuple[np.ndarray, np.ndarray]:

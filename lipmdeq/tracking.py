@@ -101,32 +101,24 @@ class Track:
         self.active, self.bad, self.status = np.ones(b, bool), np.zeros(b, bool), np.ones(b, int)
         self.best, self.steps = np.full(b, np.inf), np.zeros(b, int)
         self.kept = np.zeros(b, bool)  # the best evaluation is in `saved`, not the last one
-        self.saved = None
+        self.saved, self.calm = None, solver.stop == "worst"
 
-    def observe(
-        self, r: np.ndarray, size: np.ndarray, z: Tensor, fz: Tensor, before: tuple | None
-    ) -> np.ndarray:
-        """Record one evaluation; before = (f(z), f(z) - z) of the previous one. Returns the residual norms to reach."""
+    def observe(self, r: np.ndarray, size: np.ndarray, z: Tensor, fz: Tensor, before: Tensor | None) -> None:
+        """Record one evaluation, with ||f(z)-z|| and ||f(z)|| (B,); before = (f(z), f(z) - z) of the previous one."""
         s = self.solver
         self.k += 1
         if self.k == 0:
-            self.limit = DIVERGED * np.maximum(r, size) if s.tol > 0 else np.inf
-        target = s.tol * size if s.relative else np.full_like(r, s.tol)
+            self.limit = DIVERGED * np.maximum(r, size) if s.tol > 0 else np.full_like(r, np.inf)
+            self.ceiling = self.limit.min()
         value = r / np.maximum(size, 1e-300) if s.relative else r
         active = self.active
         if self.stopped:
             value = np.where(active, value, self.history[-1])
         self.history.append(value)
         better = value < self.best
-        if (
-            s.stop == "worst"
-            and not self.stopped
-            and better.all()
-            and value.min() >= s.tol
-            and (r <= self.limit).all()
-        ):
-            self.best, self.kept = value, ~better
-            return target  # all samples active and better, none done: the usual case, kept short
+        if self.calm and better.all() and value.min() >= s.tol and r.max() <= self.ceiling:
+            self.best = value  # all samples active and better, none done: the usual case, kept short
+            return
         better &= active
         finite = np.isfinite(r) & np.isfinite(size)
         bad = active & ~(finite & (r <= self.limit))
@@ -146,7 +138,7 @@ class Track:
         if early.any() and not self.done:
             self._save(early, z, fz)
             self.kept |= early
-        return target
+        self.calm = s.stop == "worst" and not (self.stopped or self.kept.any())
 
     def _save(self, mask: np.ndarray, z: Tensor, fz: Tensor) -> None:
         i = torch.from_numpy(np.flatnonzero(mask)).to(z.device)
