@@ -56,7 +56,7 @@ class BandedGram:
             spell = "tu,abvw->abtvuw" if self.along == 0 else "vw,abtu->abtvuw"
             table = torch.einsum(spell, main[j, i].to(other.device), other)
             n = other.shape[0]
-            k = self.kernel.products(self.side)
+            k = self.kernel.products(self.side).double()
             c = math.isqrt(k.shape[-1])
             g = (table.reshape(n * n, -1) @ k).view(-1, n, n, c, c).transpose(2, 3)
             self._cache[key] = g.reshape(-1, n * c, n * c)

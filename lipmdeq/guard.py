@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipmdeq.covers import Cover, Kernel, below, half_covers, least, proves, torus_covers
+from lipmdeq.covers import Cover, Kernel, below, half_covers, largest, least, proves, torus_covers
 from lipmdeq.geometry import Axis, Geometry, Pair, check_finite, geometry_of, pair
 
 
@@ -105,7 +105,7 @@ class NormGuard:
 
     Args:
         size: (H, W) of the input map.
-        margin: a weight that is too large is divided by a power of (1 + margin), which leaves room for later steps.
+        margin: a weight that is too large is brought below c by four steps like the last ones, at most by margin·c.
         exact_order: largest order of a full Gram matrix that is used in the place of tori (tight, but slower).
         stride, padding, dilation, groups, padding_mode: as in ``torch.nn.Conv2d``.
     """
@@ -119,11 +119,11 @@ class NormGuard:
         dilation: Pair = 1,
         groups: int = 1,
         padding_mode: str = "zeros",
-        margin: float = 0.02,
+        margin: float = 0.04,
         exact_order: int = 256,
     ):
-        if not 0 < margin < 1:
-            raise ValueError(f"margin = {margin}: must be in (0, 1)")
+        if not 0 <= margin < 1:
+            raise ValueError(f"margin = {margin}: must be in [0, 1)")
         self.key = (size, stride, padding)
         self.groups, self.margin, self.exact_order = groups, margin, exact_order
         self._where = dict(
@@ -142,6 +142,7 @@ class NormGuard:
         self._bound = math.inf  # proved for V
         self._calls = 0  # since V was taken
         self._scalings = 0
+        self._chosen = -64  # value of _scalings when the cover was chosen among all
         self._room = 8.0  # steps that the next bound is to leave free
         self._cover: Cover | None = None
         self._drift = math.inf
@@ -171,12 +172,17 @@ class NormGuard:
 
     def _shrink(self, weight: Tensor, kernel: Kernel, bound: float, c: float) -> float:
         """Scale from a proved bound to c, with room for the rounding of the scaled entries in their own dtype."""
+        if not math.isfinite(bound):
+            raise ValueError(f"weight of Frobenius norm {kernel.norm}: too large to be bounded")
         rounding = 8 * torch.finfo(weight.dtype).eps * self._drift * kernel.norm
         factor = c / (bound + rounding)
         weight.mul_(factor)
         self._scalings += 1
         self._remember(weight, c)
         return factor
+
+    def _covers(self, weight: Tensor, kernel: Kernel) -> list[Cover]:
+        return fast_covers(geometry_of(weight, **self._where), kernel.cin, kernel.cout, self.exact_order)
 
     @torch.no_grad()
     def rescale(self, weight: Tensor, c: float, target: float | None = None) -> float:
@@ -185,26 +191,23 @@ class NormGuard:
         if kernel.norm == 0:
             self._remember(weight, 0.0)
             return 1.0
-        covers = fast_covers(geometry_of(weight, **self._where), kernel.cin, kernel.cout, self.exact_order)
-        bound, self._cover = least(kernel, covers)
+        bound, self._cover = least(kernel, self._covers(weight, kernel))
+        self._chosen = self._scalings
         if bound <= c:
             self._remember(weight, bound)
             return 1.0
-        if bound == math.inf:
-            raise ValueError(f"weight of Frobenius norm {kernel.norm}: too large to be bounded")
         return self._shrink(weight, kernel, bound, target or c)
 
-    def _fits_at_once(self, weight: Tensor, c: float) -> bool:
-        """The cheap proof for a weight that is seen for the first time: Cholesky on the cover that is likely best."""
+    def _first(self, weight: Tensor, c: float) -> float:
+        """A weight that is seen for the first time: try the cover that is likely best before choosing among all."""
         kernel = self._kernel(weight)
-        if kernel.taps == 0 or kernel.norm == 0:
-            return False
-        cover = fast_covers(geometry_of(weight, **self._where), kernel.cin, kernel.cout, self.exact_order)[0]
-        if not proves(kernel, cover, c):
-            return False
-        self._cover = cover
-        self._remember(weight, c)
-        return True
+        if kernel.norm > 0:
+            cover = self._covers(weight, kernel)[0]
+            if proves(kernel, cover, c):
+                self._cover = cover
+                self._remember(weight, c)
+                return 1.0
+        return self.rescale(weight, c)
 
     @torch.no_grad()
     def enforce(self, weight: Tensor, c: float) -> float:
@@ -214,11 +217,8 @@ class NormGuard:
         moved = self._moved(weight)
         if self._bound + moved <= c:
             return 1.0
-        if self._cover is None and self._fits_at_once(weight, c):
-            return 1.0
-        if self._cover is None or not moved < math.inf or self._scalings % 64 == 63:
-            self._scalings += 1
-            return self.rescale(weight, c)
+        if self._cover is None or not moved < math.inf:
+            return self._first(weight, c)
         kernel = self._kernel(weight)
         grams, (delta, error) = list(kernel.grams(self._cover)), kernel.rounding(self._cover)
 
@@ -227,10 +227,11 @@ class NormGuard:
             return bound > 0 and level > 0 and all(below(g, level) for g in grams)
 
         # A bound below c pays: that many steps like the last ones need no work. After failures ask for less, and rarely.
+        step = moved / self._calls
         if self._room < 1:
             self._room *= 1.2
-        elif holds(c - self._room * moved / self._calls):
-            self._remember(weight, c - self._room * moved / self._calls)
+        elif holds(c - self._room * step):
+            self._remember(weight, c - self._room * step)
             self._room = min(2 * self._room, 32.0)
             return 1.0
         else:
@@ -238,7 +239,10 @@ class NormGuard:
         if holds(c):
             self._remember(weight, c)
             return 1.0
-        for j in (1, 2, 4):
-            if holds(c * (1 + self.margin) ** j):
-                return self._shrink(weight, kernel, c * (1 + self.margin) ** j, c)
-        return self.rescale(weight, c)
+        target = c - min(4 * step, self.margin * c)
+        if self._scalings >= self._chosen + 64:  # kernels change: is another cover better by now?
+            return self.rescale(weight, c, target)
+        for excess in (0.01, 0.03, 0.08):
+            if holds(c * (1 + excess)):
+                return self._shrink(weight, kernel, c * (1 + excess), target)
+        return self._shrink(weight, kernel, largest(kernel, self._cover), target)
