@@ -1,15 +1,19 @@
-"""A run in words, as a table and as curves; for people, from the record alone."""
+"""What a run says about itself: lines and sentences for people, the record, its table and curves."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
+from lipmdeq import records
+from lipmdeq.batch import CLOCKS
 from lipmdeq.runconfig import RunConfig
 
 if TYPE_CHECKING:
     from lipmdeq.certificate import Certificate
     from lipmdeq.data import Dataset
     from lipmdeq.parallel import World
+    from lipmdeq.training import Run
 
 
 def epoch_line(row: dict, cfg: RunConfig) -> str:
@@ -49,6 +53,58 @@ def guarantee(proof: Certificate, claimed: float | None) -> str:
     if claimed is not None:
         out.append(f"hyperparameters alone, train mode, Frobenius: L <= {claimed:.4g}")
     return "; ".join(out)
+
+
+def make_record(run: Run, proof: Certificate) -> dict:
+    """The record of a finished run. Accuracy and evaluations are those of the last epoch.
+
+    ``nfe_…`` counts evaluations in a solve, ``calls_train_forward`` also those that only attach the graph (for the phantom
+    gradient: its steps).
+    """
+    cfg, last = run.cfg, run.history[-1]
+    model = run.model
+    found = last[cfg.eval_split]
+    seconds = {c: sum(h["seconds"][c] for h in run.history) for c in (*CLOCKS, "train")}
+    seconds["evaluation"] = sum(h["seconds"].get("evaluation", 0.0) for h in run.history)
+    seconds["run"] = run.past["seconds"] + time.perf_counter() - run.clock
+    steps = run.steps * cfg.epochs
+    result = {
+        "split": cfg.eval_split,
+        **{k: found[k] for k in ("accuracy", "top5", "loss", "images")},
+        "nfe_train_forward": last["train"]["nfe_forward"],
+        "calls_train_forward": last["train"]["nfe_forward"] + last["train"]["attached_forward"],
+        "nfe_train_backward": last["train"].get("nfe_backward"),
+        "nfe_test_forward": found["nfe_forward"],
+        "milliseconds_per_step": {c: 1000 * seconds[c] / steps for c in (*CLOCKS, "train")},
+        "seconds": seconds,
+        "memory": records.peak_memory(run.world.device),
+    }
+    weights = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    data = run.data
+    return {
+        "format": records.FORMAT,
+        "scale": scale_text(cfg, data, weights, run.world),
+        "command": cfg.command(),
+        "seed": cfg.seed,
+        "parameters": cfg.to_dict(),
+        "model": {"config": model.cfg.to_dict(), "parameters": weights, "trained": trained},
+        "data": {
+            "name": data.name, "train": len(data.train), "evaluated": found["images"], "classes": len(data.classes),
+            "size": data.size, "sha256": data.sha256,
+        },
+        "result": result,
+        "guarantee": guarantee(proof, model.cfg.spec().L("reported") if model.cfg.is_lipschitz else None),
+        "history": run.history,
+        "traces": run.traces,
+        "certificate": proof.to_dict(),
+        "weights_sha256": records.weights_sha256(model),
+        "code": {"commit": run.past["commits"][-1], "commits": run.past["commits"]},
+        "versions": records.versions(),
+        "machine": {**records.machine(run.world.device), "processes": run.world.size, "threads": cfg.threads},
+        "started": run.past["started"],
+        "finished": records.now(),
+    }  # fmt: skip
 
 
 class Summary:

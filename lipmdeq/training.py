@@ -21,7 +21,6 @@ from torch import nn
 
 from lipmdeq import records
 from lipmdeq.batch import (
-    CLOCKS,
     INIT,
     STEP,
     TRACE_IMAGES,
@@ -40,7 +39,7 @@ from lipmdeq.data import DataError, Dataset, load
 from lipmdeq.layers import Conv
 from lipmdeq.model import configure
 from lipmdeq.parallel import World, progress_bar
-from lipmdeq.report import epoch_line, guarantee, scale_text
+from lipmdeq.report import epoch_line, make_record
 from lipmdeq.runconfig import ParameterError, RunConfig, RunError
 from lipmdeq.solvers import SolverWarning
 
@@ -216,11 +215,12 @@ class Run:
             while self.epoch < self.cfg.epochs:
                 self._one_epoch()
         self.world.wait()
-        record = self._record() if self.world.writes else {}
+        record = None
         if self.world.writes:
+            record = make_record(self, certify(self.model.eval(), progress=False))
             records.write_json(self.out / records.RECORD, record)
         self.world.wait()
-        return record if self.world.writes else records.read_record(self.out / records.RECORD)
+        return record or records.read_record(self.out / records.RECORD)
 
     def _one_epoch(self) -> None:
         cfg, world = self.cfg, self.world
@@ -302,51 +302,3 @@ class Run:
         copy.load_state_dict(self.model.state_dict())
         x, y = self.data.train.sample(min(TRACE_IMAGES, len(self.data.train)))
         self.traces.append(residual_traces(copy, self.cfg, x, y, epoch))
-
-    # -------------------------------------------------------------- the record
-
-    def _record(self) -> dict:
-        cfg, last = self.cfg, self.history[-1]
-        model = self.model.eval()
-        proof = certify(model, progress=False)
-        found = last[cfg.eval_split]
-        seconds = {c: sum(h["seconds"][c] for h in self.history) for c in (*CLOCKS, "train")}
-        seconds["evaluation"] = sum(h["seconds"].get("evaluation", 0.0) for h in self.history)
-        seconds["run"] = self.past["seconds"] + time.perf_counter() - self.clock
-        steps = self.steps * cfg.epochs
-        result = {
-            "split": cfg.eval_split,
-            **{k: found[k] for k in ("accuracy", "top5", "loss", "images")},
-            "nfe_train_forward": last["train"]["nfe_forward"],
-            "nfe_train_backward": last["train"].get("nfe_backward"),
-            "nfe_test_forward": found["nfe_forward"],
-            "milliseconds_per_step": {c: 1000 * seconds[c] / steps for c in (*CLOCKS, "train")},
-            "seconds": seconds,
-            "memory": records.peak_memory(self.world.device),
-        }
-        weights = sum(p.numel() for p in model.parameters())
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        data = self.data
-        return {
-            "format": records.FORMAT,
-            "scale": scale_text(cfg, data, weights, self.world),
-            "command": cfg.command(),
-            "seed": cfg.seed,
-            "parameters": cfg.to_dict(),
-            "model": {"config": model.cfg.to_dict(), "parameters": weights, "trained": trained},
-            "data": {
-                "name": data.name, "train": len(data.train), "evaluated": found["images"], "classes": len(data.classes),
-                "size": data.size, "sha256": data.sha256,
-            },
-            "result": result,
-            "guarantee": guarantee(proof, model.cfg.spec().L("reported") if model.cfg.is_lipschitz else None),
-            "history": self.history,
-            "traces": self.traces,
-            "certificate": proof.to_dict(),
-            "weights_sha256": records.weights_sha256(model),
-            "code": {"commit": self.past["commits"][-1], "commits": self.past["commits"]},
-            "versions": records.versions(),
-            "machine": {**records.machine(self.world.device), "processes": self.world.size, "threads": cfg.threads},
-            "started": self.past["started"],
-            "finished": records.now(),
-        }  # fmt: skip

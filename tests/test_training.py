@@ -24,6 +24,7 @@ from lipmdeq.__main__ import main
 from lipmdeq.batch import Sums, jacobian_weight, learning_rate, stream
 from lipmdeq.certificate import certify
 from lipmdeq.parallel import World
+from lipmdeq.report import Summary, curves, make_record
 from lipmdeq.runconfig import ParameterError, RunConfig, RunError
 from lipmdeq.training import Run, train
 
@@ -172,10 +173,8 @@ def test_stopped_after_any_step_ends_with_the_same_bits(after, undisturbed, tmp_
         step(self, *args)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        if after == 8:
-            patch.setattr(
-                Run, "_record", lambda self: (_ for _ in ()).throw(Killed())
-            )  # all steps done, no record
+        if after == 8:  # all steps are done, the record is not yet there
+            patch.setattr(training, "make_record", lambda *args: one_step(None))
         patch.setattr(Run, "_one_step", one_step)
         train(cfg, log=None)
     record = train(cfg, log=None)
@@ -391,8 +390,11 @@ def test_methods(changes, tmp_path, monkeypatch):
         frozen = name.startswith("stem") and not cfg.train_stem
         assert torch.equal(p, start[name]) == frozen, name
     assert ("nfe_backward" in run.history[0]["train"]) == (cfg.method == "implicit")
-    records.write_json(tmp_path / "record.json", run._record())
-    assert records.read_record(tmp_path / "record.json")["result"]["nfe_train_forward"] >= 1
+    records.write_json(tmp_path / "record.json", make_record(run, certify(run.model, measure=False)))
+    record = records.read_record(tmp_path / "record.json")
+    assert record["result"]["calls_train_forward"] >= record["result"]["nfe_train_forward"] >= 1
+    assert "test accuracy, last epoch" in str(Summary(record)) and "<table>" in Summary(record)._repr_html_()
+    assert len(curves(record).axes) == 3
 
 
 def test_validation_split():
@@ -462,12 +464,11 @@ def test_exported_weights_are_small_and_whole(undisturbed, tmp_path):
 
 # ---------------------------------------------------------------- several processes
 
-TWO = """
+BOTH = """
 import sys, torch
-from lipmdeq.certificate import certify
 from lipmdeq.parallel import World
 from lipmdeq.runconfig import RunConfig
-from lipmdeq.training import Batch, new_model, open_data
+from lipmdeq.training import Batch, new_model, open_data, train
 cfg = RunConfig(n=2, p=0.0, batch=16, tol=1e-9, max_forward=60, max_backward=60, device="cpu", out="x")
 world = World.open(cfg)
 data = open_data(cfg, world.device)
@@ -483,48 +484,52 @@ x, y = next(data.train.batches(16, train=True, drop_last=True, rank=world.rank, 
 shared = world.wrap(Batch(model))
 loss, *_ = shared(x.double(), y)
 loss.backward()
-if world.writes:
-    torch.save([p.grad for p in model.parameters()], sys.argv[1])
+torch.save([p.grad for p in model.parameters()], f"{sys.argv[1]}-{world.rank}.pt")
 world.close()
+if world.size > 1:
+    record = train(RunConfig(**eval(sys.argv[2])))
+    torch.save(record["weights_sha256"], f"sha-{world.rank}.pt")
 """
 
 
-def torchrun(folder: Path, processes: int, *words: str) -> subprocess.CompletedProcess:
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+@pytest.mark.slow
+def test_two_processes(tmp_path, monkeypatch):
+    """The gradients of one process with the whole batch, with BatchNorm in test mode: on CPUs batch statistics are
+    those of each process. Then a whole run: one process writes, both end with the same record."""
+    (tmp_path / "both.py").write_text(BOTH)
+    cfg = tiny(out="run")
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "both.py",
+        "two",
+        repr(cfg.to_dict()),
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *launch, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=300
-    )
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_gradients_of_one(tmp_path):
-    """BatchNorm in test mode: on CPUs its batch statistics are those of each process."""
-    (tmp_path / "two.py").write_text(TWO)
-    done = torchrun(tmp_path, 2, "two.py", "two.pt")
-    assert done.returncode == 0, done.stderr[-2000:]
-    subprocess.run(
-        [sys.executable, "two.py", "one.pt"],
+    two = subprocess.Popen(
+        [sys.executable, *launch],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=True,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    one, two = (torch.load(tmp_path / f"{k}.pt", weights_only=True) for k in ("one", "two"))
-    assert len(one) == len(two)
-    for a, b in zip(one, two, strict=True):
-        assert a.norm() > 1e-6 and (a - b).norm() <= 1e-6 * a.norm()
-
-
-@pytest.mark.slow
-def test_two_processes_share_a_run(tmp_path):
-    cfg = tiny(epochs=2, out="run")
-    words = [w for k, v in cfg.unlike_default().items() for w in ("-p", k, str(v))]
-    done = torchrun(tmp_path, 2, "-m", "lipmdeq", "train", *words)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("epoch   1/2") == 1  # one process talks
-    record = records.read_record(tmp_path / "run" / records.RECORD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["both.py", "one"])
+    exec(BOTH, {})
+    out, err = two.communicate(timeout=300)
+    assert two.returncode == 0, err[-2000:]
+    one, *both = (torch.load(f"{k}.pt", weights_only=True) for k in ("one-0", "two-0", "two-1"))
+    for grads in both:
+        assert len(grads) == len(one)
+        for a, b in zip(one, grads, strict=True):
+            assert a.norm() > 1e-6 and (a - b).norm() <= 1e-6 * a.norm()
+    assert out.count("epoch   1/2") == 1  # one process talks
+    record = records.read_record("run/record.json")
     assert record["machine"]["processes"] == 2
     assert [h["train"]["images"] for h in record["history"]] == [64, 64]
     assert record["result"]["images"] == 40
-    model = records.load_model(tmp_path / "run" / records.CHECKPOINT)
-    assert records.certificate_of(record).matches(model)
+    assert records.certificate_of(record).matches(records.load_model("run/checkpoint.ckpt"))
+    assert torch.load("sha-0.pt") == torch.load("sha-1.pt") == record["weights_sha256"]
