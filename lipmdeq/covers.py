@@ -79,8 +79,8 @@ class Cover:
 
     @cached_property
     def uses(self) -> float:
-        """How often a tap occurs in the matrix of T at most (two exact axes; else no bound is needed)."""
-        if self.tori != (None, None):
+        """How often a tap occurs in the matrix of T at most, each time alone (zero padding, two exact axes)."""
+        if self.tori != (None, None) or any(a.circular for a in self.axes):
             return math.inf
         return math.prod(float(a.incidence().sum((1, 2)).max()) for a in self.axes)
 
@@ -186,7 +186,7 @@ class Kernel:
             self._products[side] = k.view(g, t, c, t, c).transpose(2, 3).reshape(g, t * t, c * c)
         return self._products[side]
 
-    def rounding(self, cover: Cover) -> tuple[float, float]:
+    def rounding(self, cover: Cover, order: int = 0) -> tuple[float, float]:
         """(δ, e): λ_max(G) ≤ ℓ²(1 + δ) + e when a computed test says "≤ ℓ²" (Cholesky, or eigvalsh returns ℓ²).
 
         Cholesky (Higham, Accuracy and Stability, Theorem 10.3; Rump, BIT 46, 2006): if the factorisation of
@@ -197,7 +197,7 @@ class Kernel:
         real and imaginary parts. The norm of that sum is at most (Σ_t‖W_t‖_F)² ≤ T‖W‖_F², and with two exact axes also
         at most ‖T‖_F² ≤ (uses of a tap)·‖W‖_F².
         """
-        n = cover.order(self.cin, self.cout)
+        n = order or cover.order(self.cin, self.cout)
         first, later = (torch.finfo(d).eps / 2 for d in (self.w.dtype, self.dtype(cover)))
         forming = (max(self.cin, self.cout) + 2) * first + (self.taps**2 + 32) * later
         return 8 * n * (n + 2) * later, 2.1 * forming * min(self.taps, cover.uses) * self.norm**2
