@@ -29,8 +29,18 @@ from lipmdeq.runconfig import ParameterError, RunConfig, RunError
 from lipmdeq.training import Run, train
 
 ROOT = Path(__file__).parent.parent
+# c is small, so that the constraint acts at most steps.
 TINY = dict(
-    n=2, train_images=64, test_images=40, batch=16, epochs=2, lr=5e-3, checkpoint_every=3, p=0.2, device="cpu"
+    c=0.2,
+    n=2,
+    train_images=64,
+    test_images=40,
+    batch=16,
+    epochs=2,
+    lr=5e-3,
+    checkpoint_every=3,
+    p=0.2,
+    device="cpu",
 )
 
 
