@@ -1,7 +1,7 @@
 """How solvers propose the next point: Picard, Anderson, Broyden, and the safeguard that ties them to Banach's theorem.
 
-A whole batch of states is one tensor (B, D) here (see `Layout`). What is proportional to D stays on its device and costs
-a few passes over memory; the algebra per sample is a few small numpy arrays on the host, in double precision.
+Histories hold a whole batch of states as one tensor (B, D), see `Layout`. What is proportional to D stays on its device
+and costs a few passes over memory; the algebra per sample is a few small numpy arrays on the host, in double precision.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class Layout:
             t = t if t.stride() == stride else t.contiguous(memory_format=form)
             out.append(t.as_strided((self.b, size), (size, 1)))
         return out
+
+    def copy(self, branches: list[Tensor]) -> list[Tensor]:
+        """Copies in the memory order of the layout."""
+        return [t.new_empty_strided(t.shape, s).copy_(t) for t, s in zip(branches, self.strides, strict=True)]
 
     def pack(self, branches: list[Tensor], out: Tensor) -> Tensor:
         """Copies the branches into out (B, D)."""
@@ -170,54 +174,88 @@ def anderson_weights(
     return alpha, np.sqrt(np.maximum(predicted, eps * own[:, 0]))
 
 
-# Proposals. `slots()` gives room (2, B, D) for f(z) and f(z) - z, also as `fz` and `g`; the one before stays valid.
-# `propose(z, r, size, active)` returns the next point, or `fz` itself for a Picard step of the whole batch; `guess()` then
-# tells the residual norm (B,) to expect there. `target` maps ||f(z)|| to the residual norm that counts as converged.
+# Proposals. `measure(z, fz)` takes an evaluation (lists of branches) and returns ||f(z)-z||, ||f(z)|| (B,); `propose(r, size,
+# active)` returns the next point, `fz` itself for a Picard step of the whole batch; `guess()` tells the residual norm (B,) to
+# expect there; `moved(z)` says that some rows of it were changed. `target` maps ||f(z)|| to the residual norm to reach.
 
 
 class PicardStep:
-    """z <- z + damping (f(z) - z)."""
+    """z <- (1 - damping) z + damping f(z)."""
 
     def __init__(self, layout: Layout, damping: float = 1.0):
-        self.damping, self.rooms, self.turn, self.r = damping, layout.empty(2, 2), 0, np.nan
+        self.layout, self.damping, self.r = layout, damping, np.nan
 
-    def slots(self) -> Tensor:
-        self.turn = 1 - self.turn
-        self.fz, self.g = self.rooms[self.turn]
-        return self.rooms[self.turn]
+    def measure(self, z: list[Tensor], fz: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+        self.z, self.fz, work = z, fz, self.layout.dtype
+        f, z = self.layout.rows(fz), self.layout.rows(z)
+        g = [torch.sub(a.to(work), b.to(work)) for a, b in zip(f, z, strict=True)]
+        norms = to_host(torch.stack([torch.linalg.vector_norm(t, dim=1, dtype=work) for t in (*g, *f)]))
+        if len(g) == 1:
+            return norms[0], norms[1]
+        norms *= norms
+        return np.sqrt(norms[: len(g)].sum(0)), np.sqrt(norms[len(g) :].sum(0))
 
-    def propose(self, z: Tensor, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> Tensor:
+    def propose(self, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> list[Tensor]:
         self.before, self.r = self.r, r
-        return self.fz if self.damping == 1 else torch.add(z, self.g, alpha=self.damping)
+        return self.between(self.z, self.fz)
+
+    def between(self, z: list[Tensor], fz: list[Tensor]) -> list[Tensor]:
+        if self.damping == 1:
+            return fz
+        return [torch.lerp(a.to(b.dtype), b, self.damping) for a, b in zip(z, fz, strict=True)]
 
     def guess(self) -> np.ndarray:
         return self.r * np.minimum(self.r / self.before, 1)
 
+    def moved(self, z: list[Tensor]) -> None:
+        pass
 
-class AndersonStep:
+
+class _FlatStep:
+    """What Anderson and Broyden share: f(z) and f(z) - z go to `room()`, (2, B, D); z itself is known as (B, D)."""
+
+    def __init__(self, layout: Layout, target: Target, patience: int):
+        self.layout, self.target, self.guard, self.z = layout, target, Safeguard(patience), None
+
+    def measure(self, z: list[Tensor], fz: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+        if self.z is None:
+            self.moved(z)
+        room = self.room()
+        self.branches, (self.fz, self.g) = fz, room
+        torch.sub(self.layout.pack(fz, self.fz), self.z, out=self.g)
+        size, r = to_host(torch.linalg.vector_norm(room, dim=2))
+        return r, size
+
+    def propose(self, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> list[Tensor]:
+        accept, accelerate = self.guard.update(r, size, self.target(size))
+        self.z = self.step(accept, accelerate & active, active)
+        return self.branches if self.z is self.fz else self.layout.unpack(self.z)
+
+    def guess(self) -> np.ndarray:
+        return self.guard.guess()
+
+    def moved(self, z: list[Tensor]) -> None:
+        self.z = self.layout.pack(z, self.layout.empty())
+
+
+class AndersonStep(_FlatStep):
     """z <- sum alpha_i (z_i + beta g_i) over the last m evaluations, under the safeguard."""
 
     def __init__(self, layout: Layout, target: Target, m: int, ridge: float, beta: float):
-        self.target, self.m, self.ridge, self.beta, self.k = target, m, ridge, beta, -1
-        self.guard = Safeguard(m - 1)  # so the anchor is never older than the history
-        self.history = layout.empty(m, 2)
-        b = self.history.shape[2]
-        self.gram, self.anchor = np.zeros((b, m, m)), np.zeros(b, int)
-        self.eye, self.eps = np.eye(m), torch.finfo(layout.dtype).eps
+        super().__init__(layout, target, patience=m - 1)  # so the anchor is never older than the history
+        self.m, self.ridge, self.beta, self.k = m, ridge, beta, -1
+        self.history, self.eye, self.eps = layout.empty(m, 2), np.eye(m), torch.finfo(layout.dtype).eps
+        self.gram, self.anchor = np.zeros((layout.b, m, m)), np.zeros(layout.b, int)
 
-    def slots(self) -> Tensor:
+    def room(self) -> Tensor:
         self.k += 1
-        self.slot = self.k % self.m
-        self.fz, self.g = self.history[self.slot]
-        return self.history[self.slot]
+        return self.history[self.k % self.m]
 
-    def propose(self, z: Tensor, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> Tensor:
-        slot, n, guard = self.slot, min(self.k + 1, self.m), self.guard
+    def step(self, accept: np.ndarray, accelerate: np.ndarray, active: np.ndarray) -> Tensor:
+        slot, n, guard = self.k % self.m, min(self.k + 1, self.m), self.guard
         fs, gs = self.history[:n, 0], self.history[:n, 1]
         self.gram[:, slot, :n] = self.gram[:, :n, slot] = to_host(dots(gs, self.g))
-        accept, accelerate = guard.update(r, size, self.target(size))
         self.anchor = np.where(accept, slot, self.anchor)
-        accelerate &= active
         if not accelerate.any():
             if (self.anchor == slot)[active].all():
                 return self.fz
@@ -226,7 +264,7 @@ class AndersonStep:
             alpha, guard.promise = anderson_weights(self.gram[:, :n, :n], self.anchor, self.ridge, self.eps)
         else:
             gram, anchor = self.gram[accelerate, :n, :n], self.anchor[accelerate]
-            alpha, guard.promise = self.eye[self.anchor, :n], np.full_like(r, np.inf)
+            alpha, guard.promise = self.eye[self.anchor, :n], np.full(len(accept), np.inf)
             alpha[accelerate], guard.promise[accelerate] = anderson_weights(
                 gram, anchor, self.ridge, self.eps
             )
@@ -235,57 +273,43 @@ class AndersonStep:
             out -= combine(torch.from_numpy((1 - self.beta) * accelerate[:, None] * alpha).to(self.g), gs)
         return out
 
-    def guess(self) -> np.ndarray:
-        return self.guard.guess()
 
-
-class BroydenStep:
+class BroydenStep(_FlatStep):
     """Good Broyden on g(z) = f(z) - z, under the safeguard: inverse Jacobian H = -I + sum u_i v_i^T, forgotten after m
     updates. z <- z_a - H g_a = f(z_a) - sum u_i (v_i . g_a) from the anchor z_a."""
 
     def __init__(self, layout: Layout, target: Target, m: int):
-        self.target, self.m, self.n = target, m, 0
-        self.guard, self.rooms, self.turn = Safeguard(5), layout.empty(2, 2), 0
-        self.uv = layout.empty(m, 2)
-        self.anchor = None
+        super().__init__(layout, target, patience=5)
+        self.m, self.n, self.uv = m, 0, layout.empty(m, 2)
+        self.now, self.f_a, self.g_a, self.z_a = layout.empty(2), None, None, None
 
-    def slots(self) -> Tensor:
-        self.turn = 1 - self.turn
-        self.fz, self.g = self.rooms[self.turn]
-        return self.rooms[self.turn]
+    def room(self) -> Tensor:
+        return self.now
 
-    def propose(self, z: Tensor, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> Tensor:
-        accept, accelerate = self.guard.update(r, size, self.target(size))
-        if self.anchor is None:
-            self.anchor = self.rooms[self.turn].clone()
-            return self.fz
-        self._learn(z - (self.anchor[0] - self.anchor[1]), self.g - self.anchor[1])
-        self.anchor = torch.where(_column(accept, self.g) > 0, self.rooms[self.turn], self.anchor)
-        self.guard.promise = self.expected = self.guard.best * np.minimum(
-            self.guard.q, 1
-        )  # as Picard, at least
-        u, v = self.uv[: self.n, 0], self.uv[: self.n, 1]
-        coef = dots(v, self.anchor[1]) * _column(accelerate, self.g)  # no correction: Picard from the anchor
-        return self.anchor[0] - combine(coef, u)
-
-    def guess(self) -> np.ndarray:
-        return self.guard.guess()
+    def step(self, accept: np.ndarray, accelerate: np.ndarray, active: np.ndarray) -> Tensor:
+        here = (self.fz, self.g, self.z)
+        if self.z_a is None:
+            self.f_a, self.g_a, self.z_a = (t.clone() for t in here)
+            return self.f_a
+        self._learn(self.z - self.z_a, self.g - self.g_a)
+        if accept.all():
+            self.f_a, self.g_a, self.z_a = (t.clone() for t in here)
+        elif accept.any():
+            i = torch.from_numpy(np.flatnonzero(accept)).to(self.g.device)
+            for anchor, t in zip((self.f_a, self.g_a, self.z_a), here, strict=True):
+                anchor[i] = t[i]
+        self.guard.promise = self.guard.best * np.minimum(self.guard.q, 1)  # as good as Picard, at least
+        coef = dots(self.uv[: self.n, 1], self.g_a) * torch.from_numpy(accelerate).to(self.g)[:, None]
+        return self.f_a - combine(coef, self.uv[: self.n, 0])  # no correction: Picard from the anchor
 
     def _learn(self, s: Tensor, y: Tensor) -> None:
         """Rank-one update H y = s for the step s with residual change y: v = H^T s, u = (s - H y) / (v . y)."""
         n = self.n = 0 if self.n == self.m else self.n
-        hy, v = -y, -s
-        if n:
-            hy, v = (
-                hy + combine(dots(self.uv[:n, 1], y), self.uv[:n, 0]),
-                v + combine(dots(self.uv[:n, 0], s), self.uv[:n, 1]),
-            )
+        us, vs = self.uv[:n, 0], self.uv[:n, 1]
+        v = combine(dots(us, s), vs).sub_(s) if n else -s
+        hy = combine(dots(vs, y), us).sub_(y) if n else -y
         vy, ss = (v * y).sum(1, keepdim=True), (s * s).sum(1, keepdim=True)
         inverse = torch.where(vy.abs() > 1e-6 * ss, 1 / vy, 0)  # a step that tells nothing changes nothing
-        torch.mul(s - hy, inverse, out=self.uv[n, 0])
+        torch.mul(s.sub_(hy), inverse, out=self.uv[n, 0])
         self.uv[n, 1].copy_(v)
         self.n = n + 1
-
-
-def _column(mask: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(mask).to(like)[:, None]

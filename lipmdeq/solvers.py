@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from lipmdeq.acceleration import AndersonStep, BroydenStep, Layout, PicardStep, to_host
+from lipmdeq.acceleration import AndersonStep, BroydenStep, Layout, PicardStep
 from lipmdeq.tracking import (
     Calls,
     ConvergenceError,
@@ -81,35 +80,38 @@ class Solver:
         return self.tol * size if self.relative else np.full_like(size, self.tol)
 
     def _solve(self, calls: Calls, final: Map | None) -> Solution:
-        branches = calls.z0
-        track, last, before = Track(self, len(branches[0])), final is not None and self.max_iter == 1, None
-        held = track.bad
+        z, before, held = calls.z0, (calls.z0, calls.z0), None
+        last = final is not None and self.max_iter == 1
         for k in range(self.max_iter):
-            use = final if last else None
-            fz = calls(branches, use)
+            fz = calls(z, final if last else None)
             if k == 0:
                 layout = Layout(fz)
-                step, z = self._step(layout), layout.pack(branches, layout.empty())
-                exact = _without_autocast(layout.device.type)
-            slots = step.slots()
-            r, size = _measure(layout, z, fz, slots)
-            track.observe(r, size, z, step.fz, before)
+                track, step, exact = (
+                    Track(self, layout),
+                    self._step(layout),
+                    _without_autocast(layout.device.type),
+                )
+            r, size = step.measure(z, fz)
+            track.observe(r, size, (z, fz), before)
             if track.done or k == self.max_iter - 1:
                 break
             with exact:
-                z_next = step.propose(z, r, size, track.active)
+                z_next = step.propose(r, size, track.active)
             if final:
                 near = step.guess() < SLACK * self._target(size)
                 last = k == self.max_iter - 2 or bool(near[track.active].all())
-            # Broken samples go back to their best point, so do the stopped ones for the graph; else they run on, ignored.
-            held = track.kept & ~track.active if last else track.bad
-            z = track.patch(0, z_next, held) if track.stopped else z_next
-            branches, before = fz if z is step.fz else layout.unpack(z), slots
+            if track.stopped:
+                # Broken samples return to their best point, for the graph all stopped ones; else they run on, ignored.
+                held = track.kept & ~track.active if last else track.bad
+                if held.any():
+                    z_next = track.patch(0, z_next, held)
+                    step.moved(z_next)
+            before, z = (z, fz), z_next
         if not track.kept.any():
-            return track.solution(calls, fz, branches, use is not None)
-        used = use is not None and not (track.kept & ~held).any()
-        z_in = branches if used or final is None else layout.unpack(track.patch(0, z, track.kept))
-        return track.solution(calls, layout.unpack(track.patch(1, step.fz, track.kept)), z_in, used)
+            return track.solution(calls, fz, z, last)
+        used = last and held is not None and not (track.kept & ~held).any()
+        z_in = z if used or final is None else track.patch(0, z, track.kept)
+        return track.solution(calls, track.patch(1, fz, track.kept), z_in, used)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,20 +165,14 @@ class Picard(Solver):
             need, bound = self._count(None, None)
         while calls.nfe < self.max_iter and need != 0:
             fz = calls(z)
+            step = PicardStep(Layout(fz), self.damping)
             if need is None:
-                layout = Layout(fz)
-                flat, slots = layout.pack(z, layout.empty()), layout.empty(2)
-                need, bound = self._count(*_measure(layout, flat, fz, slots))
-            same = self.damping == 1
-            z = (
-                fz
-                if same
-                else [torch.lerp(a.to(b.dtype), b, self.damping) for a, b in zip(z, fz, strict=True)]
-            )
+                need, bound = self._count(*step.measure(z, fz))
+            z = step.between(z, fz)
             need = need and need - 1
         finite = torch.stack([t.isfinite().flatten(1).all(1) for t in z]).all(0).cpu().numpy()
         status = np.where(finite, 0 if need == 0 else 1, 3)
-        track = Track(self, len(finite))
+        track = Track(self, Layout(z))
         track.history = [np.broadcast_to(bound if need == 0 else np.nan, finite.shape).copy()]
         track.status, track.k = status, calls.nfe - 1
         return track.solution(calls, z, z, False)
@@ -217,13 +213,6 @@ class Broyden(Solver):
 
     def _step(self, layout: Layout) -> BroydenStep:
         return BroydenStep(layout, self._target, self.m)
-
-
-def _measure(layout: Layout, z: Tensor, fz: list[Tensor], slots: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Writes f(z), f(z) - z into slots (2, B, D); returns ||f(z)-z||, ||f(z)||, both (B,), over all branches."""
-    torch.sub(layout.pack(fz, slots[0]), z, out=slots[1])
-    size, r = to_host(torch.linalg.vector_norm(slots, dim=2))
-    return r, size
 
 
 def _without_autocast(device: str) -> AbstractContextManager:

@@ -11,11 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipmdeq.acceleration import Layout
+
 if TYPE_CHECKING:
     from lipmdeq.solvers import Solver
 
 State = Tensor | list[Tensor]
 Map = Callable[[State], State]
+Evaluation = tuple[list[Tensor], list[Tensor]]  # branches of z and of f(z)
 DIVERGED = 1e6  # a residual that grew by this factor will not come back
 
 
@@ -91,20 +94,28 @@ STATUS = ("converged", "max_iter", "diverged", "nan")  # from good to bad
 
 
 class Track:
-    """Residuals, stopping, and the best evaluation (z, f(z)) of every sample; states are (B, D).
+    """Residuals, stopping, and the best evaluation (z, f(z)) of every sample.
 
     Rows are copied only when they would be lost: when a sample stops before the others do, or when its residual grows.
     """
 
-    def __init__(self, solver: Solver, b: int):
-        self.solver, self.k, self.history, self.done, self.stopped = solver, -1, [], False, False
+    def __init__(self, solver: Solver, layout: Layout):
+        b = layout.b
+        self.layout, self.solver, self.k, self.history, self.done, self.stopped = (
+            layout,
+            solver,
+            -1,
+            [],
+            False,
+            False,
+        )
         self.active, self.bad, self.status = np.ones(b, bool), np.zeros(b, bool), np.ones(b, int)
         self.best, self.steps = np.full(b, np.inf), np.zeros(b, int)
         self.kept = np.zeros(b, bool)  # the best evaluation is in `saved`, not the last one
         self.saved, self.calm = None, solver.stop == "worst"
 
-    def observe(self, r: np.ndarray, size: np.ndarray, z: Tensor, fz: Tensor, before: Tensor | None) -> None:
-        """Record one evaluation, with ||f(z)-z|| and ||f(z)|| (B,); before = (f(z), f(z) - z) of the previous one."""
+    def observe(self, r: np.ndarray, size: np.ndarray, here: Evaluation, before: Evaluation) -> None:
+        """Record one evaluation, here = (z, f(z)), with ||f(z)-z|| and ||f(z)|| (B,); before is the previous one."""
         s = self.solver
         self.k += 1
         if self.k == 0:
@@ -125,7 +136,7 @@ class Track:
         better &= ~bad
         lost = active & ~better & ~self.kept
         if lost.any():
-            self._save(lost, *((z, z) if before is None else (before[0] - before[1], before[0])))
+            self._save(lost, before)
         self.best, self.kept = np.where(better, value, self.best), (self.kept & ~better) | lost
         met = active & ~bad & (value < s.tol)
         self.status[met], self.status[bad] = 0, np.where(finite[bad], 2, 3)
@@ -136,24 +147,26 @@ class Track:
         self.stopped = not self.active.all()
         early = active & ~self.active & ~bad
         if early.any() and not self.done:
-            self._save(early, z, fz)
+            self._save(early, here)
             self.kept |= early
         self.calm = s.stop == "worst" and not (self.stopped or self.kept.any())
 
-    def _save(self, mask: np.ndarray, z: Tensor, fz: Tensor) -> None:
-        i = torch.from_numpy(np.flatnonzero(mask)).to(z.device)
-        if self.saved is None:
-            self.saved = torch.zeros_like(z), torch.zeros_like(fz)
-        for keep, now in zip(self.saved, (z, fz), strict=True):
-            keep[i] = now[i]
+    def _save(self, mask: np.ndarray, evaluation: Evaluation) -> None:
+        i = torch.from_numpy(np.flatnonzero(mask)).to(self.layout.device)
+        self.saved = self.layout.empty(2) if self.saved is None else self.saved
+        for keep, now in zip(self.saved, evaluation, strict=True):
+            keep[i] = torch.cat([t[i] for t in self.layout.rows(now)], 1).to(keep.dtype)
 
-    def patch(self, which: int, t: Tensor, mask: np.ndarray) -> Tensor:
-        """t with the saved z (which = 0) or f(z) (1) in the rows of mask; a copy, unless there are none."""
+    def patch(self, which: int, branches: list[Tensor], mask: np.ndarray) -> list[Tensor]:
+        """Branches with the saved z (which = 0) or f(z) (1) in the rows of mask; copies, unless there are none."""
         if not mask.any():
-            return t
-        i, t = torch.from_numpy(np.flatnonzero(mask)).to(t.device), t.clone()
-        t[i] = self.saved[which][i]
-        return t
+            return branches
+        i = torch.from_numpy(np.flatnonzero(mask)).to(self.layout.device)
+        out = self.layout.copy(branches)
+        parts = self.saved[which, i].split(self.layout.sizes, 1)
+        for t, part in zip(self.layout.rows(out), parts, strict=True):
+            t[i] = part.to(t.dtype)
+        return out
 
     def solution(self, calls: Calls, z: list[Tensor], z_in: list[Tensor], final_used: bool) -> Solution:
         mean = self.solver.stop == "mean" and self.done and not self.bad.any()
