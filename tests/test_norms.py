@@ -128,6 +128,9 @@ def test_slower_methods_on_any_convolution(case):
     rows = gram.axes[gram.along].size if gram.side == "in" else gram.axes[gram.along].out
     full = torch.cat([torch.cat([gram.block(j, i) for i in range(rows)], 2) for j in range(rows)], 1)
     assert math.sqrt(float(torch.linalg.eigvalsh(full).max())) == pytest.approx(true, rel=1e-9)
+    # Its factorisation decides, and a guess that is too low does no harm.
+    assert gram.below((true * (1 + 1e-6)) ** 2) and not gram.below((true * (1 - 1e-6)) ** 2)
+    assert true <= gram.bound(true / 1.3) < 2 * true and gram.bound(true / 2, stop=true) == math.inf
 
 
 def test_laplacian_where_the_plain_torus_is_wrong():
