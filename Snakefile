@@ -31,6 +31,8 @@ SHARED = {
     "figure4/a0.4": "table1/lip-a0.4",
     "figure4/a1.0": "table1/lip-a1.0",
 }
+# Rows whose trained weights are kept beside their first record (half precision, below 2 MB for protocol cpu).
+WEIGHTS = ["table1/mdeq", "table1/lip-a1.0", "table1/lip-a0.4", "table1/lip-a0.1", "beyond/best"]
 
 
 def wanted(protocol):
@@ -44,6 +46,8 @@ def wanted(protocol):
             for seed in range(3 if path.stem in THREE_SEEDS.get(table, ()) else 1):
                 found.append(f"results/{protocol}/{table}/{path.stem}/seed{seed}.json")
                 check(Path(found[-1]), path, seed)
+            if protocol == "cpu" and f"{table}/{path.stem}" in WEIGHTS:
+                found.append(f"results/{protocol}/{table}/{path.stem}/seed0.ckpt")
     return found
 
 
@@ -75,6 +79,7 @@ wildcard_constraints:
 localrules:
     all,
     share,
+    weights,
 
 
 rule all:
@@ -117,6 +122,20 @@ rule run:
         "{params.python} -m papermill notebooks/train.ipynb {params.out}/train.ipynb -f {input.config} "
         "-p seed {wildcards.seed} -p out {params.out} --no-progress-bar > {log} 2>&1 && "
         "cp {params.out}/record.json {output.record}.part && mv {output.record}.part {output.record}"
+
+
+rule weights:
+    """The trained weights of a finished run, for lessons on trained models."""
+    input:
+        ancient("results/{protocol}/{table}/{row}/seed{seed}.json"),
+    output:
+        "results/{protocol}/{table}/{row}/seed{seed}.ckpt",
+    params:
+        python=sys.executable,
+        source="runs/{protocol}/{table}/{row}/seed{seed}/checkpoint.ckpt",
+    shell:
+        "{params.python} -c 'import sys; from lipmdeq.records import export_weights; export_weights(*sys.argv[1:])' "
+        "{params.source} {output}"
 
 
 ruleorder: share > run

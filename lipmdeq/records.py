@@ -107,10 +107,10 @@ def load_model(path: str | Path) -> nn.Module:
     try:
         cfg = RunConfig.from_mapping(state["parameters"])
         model = build_model(state["model_config"], make_solver(cfg, cfg.max_forward), make_adjoint(cfg))
-        model.load_state_dict(
-            {k: v.to(torch.float32) if v.is_floating_point() else v for k, v in state["model"].items()}
-        )
-    except (KeyError, TypeError, RuntimeError, ValueError) as e:
+        model.load_state_dict(state["model"])
+        if any(v.dtype == torch.float16 for v in state["model"].values()):
+            model.constrain()  # rounding may have lifted a norm above its bound
+    except (AttributeError, KeyError, TypeError, RuntimeError, ValueError) as e:
         raise RunError(f"checkpoint {path} does not fit this version ({str(e).splitlines()[0]})") from None
     return model.eval()
 
@@ -124,9 +124,13 @@ def build_model(model_config: dict, solver, adjoint) -> nn.Module:
 
 
 def export_weights(checkpoint: str | Path, path: str | Path) -> None:
-    """A small checkpoint with the model alone (no optimizer), for lessons on trained models."""
+    """A small checkpoint for lessons on trained models: no optimizer, convolutions and matrices in half precision.
+
+    Vectors stay in single precision: variances of BatchNorm may be too small for a half.
+    """
     state = load_checkpoint(checkpoint)
-    save_checkpoint(path, {k: state[k] for k in ("format", "parameters", "model_config", "model")})
+    model = {k: v.half() if v.ndim > 1 else v for k, v in state["model"].items()}
+    save_checkpoint(path, {**{k: state[k] for k in ("format", "parameters", "model_config")}, "model": model})
 
 
 @contextmanager

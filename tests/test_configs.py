@@ -258,6 +258,7 @@ def test_graph_runs_what_is_missing_and_no_more(tmp_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             cfg = RunConfig.from_yaml(tmp_path / "configs" / "cpu" / "table1" / f"{row}.yaml", seed=seed)
             path.write_text(json.dumps({"parameters": cfg.to_dict()}))
+            (path.parent / "seed0.ckpt").touch()
     only = ("-n", "--config", "tables=table1")
     done = graph(tmp_path, *only)
     assert done.returncode == 0 and "Nothing to be done" in done.stdout + done.stderr, done.stderr
