@@ -67,6 +67,8 @@ class Solver:
         """
         with torch.no_grad(), np.errstate(all="ignore"):
             solution = self._solve(Calls(f, z0), final)
+        if final:
+            object.__setattr__(self, "_recent", solution.nfe)
         if solution.reason != "converged" and self.tol > 0:
             if throw:
                 raise ConvergenceError(solution)
@@ -81,16 +83,16 @@ class Solver:
 
     def _solve(self, calls: Calls, final: Map | None) -> Solution:
         z, before, held = calls.z0, (calls.z0, calls.z0), None
-        last = final is not None and self.max_iter == 1
+        recent = getattr(
+            self, "_recent", None
+        )  # evaluations of this object's last solve: a guess, affects cost only
+        last = final is not None and 1 in (self.max_iter, recent)
         for k in range(self.max_iter):
             fz = calls(z, final if last else None)
             if k == 0:
                 layout = Layout(fz)
-                track, step, exact = (
-                    Track(self, layout),
-                    self._step(layout),
-                    _without_autocast(layout.device.type),
-                )
+                track, step = Track(self, layout), self._step(layout)
+                exact = _without_autocast(layout.device.type)
             r, size = step.measure(z, fz)
             track.observe(r, size, (z, fz), before)
             if track.done or k == self.max_iter - 1:
@@ -99,7 +101,7 @@ class Solver:
                 z_next = step.propose(r, size, track.active)
             if final:
                 near = step.guess() < SLACK * self._target(size)
-                last = k == self.max_iter - 2 or bool(near[track.active].all())
+                last = k + 2 in (self.max_iter, recent) or bool(near[track.active].all())
             if track.stopped:
                 # Broken samples return to their best point, for the graph all stopped ones; else they run on, ignored.
                 held = track.kept & ~track.active if last else track.bad

@@ -215,6 +215,15 @@ def test_value_is_the_solvers_and_calls_are_counted(rule, solver, cap):
     assert z.requires_grad and z.equal(s.z) and z.equal(free)  # training and test see the same equilibrium
 
 
+def test_a_solver_remembers_where_to_record_the_graph():
+    """Strong contraction: two evaluations, and from the second solve on no third one for the graph."""
+    layer, (x, _) = Layer(rate=1e-4), data()
+    solver = Anderson()
+    counts = [(s.nfe, s.nfe_total) for s in (layer(x, solver=solver)[1] for _ in range(3))]
+    assert counts == [(2, 3), (2, 2), (2, 2)]
+    assert solver == Anderson() and hash(solver) == hash(Anderson())
+
+
 def test_slow_samples_do_not_change_fast_ones():
     """With a graph too: value, gradient and adjoint of a sample are those of the sample alone."""
     rate = torch.tensor([[0.05], [0.5], [0.9]], dtype=DOUBLE)
