@@ -1,0 +1,67 @@
+"""Write book/coverage.md, the table "Coverage of the paper", from book/coverage.yml.
+
+Usage: python tools/coverage_table.py
+"""
+
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE, TARGET = ROOT / "book" / "coverage.yml", ROOT / "book" / "coverage.md"
+ROLES = {"dfn": "prf:ref", "lem": "prf:ref", "eq": "eq", "fig": "numref"}
+
+HEAD = """\
+# Coverage of the paper
+
+% Written by tools/coverage_table.py from book/coverage.yml; change that file and run it again.
+
+Every definition, lemma, numbered equation, figure and table of the paper {{cite}}`sato2026lipschitz`: where it is
+explained, the code that implements it, the unit tests that hold the code to it. In the lesson, at least one cell
+asserts it; a ⊥ marks statements that are also checked from below, by an input that reaches the bound. The project's
+tests check each row of this table.
+
+**{covered} of {total} are covered, {pending} are pending**{names}.
+
+| in the paper | says | lesson | code | tests |
+|---|---|---|---|---|
+"""
+
+
+def entries() -> list[dict]:
+    """The rows of book/coverage.yml."""
+    return yaml.safe_load(SOURCE.read_text("utf8"))
+
+
+def row(entry: dict) -> str:
+    """One line of the table."""
+    name = entry["id"]
+    if entry.get("pending"):
+        lesson = f"{entry['lesson']}: pending"
+    else:
+        here = ROLES[name.split(":")[0]]
+        lesson = f"{{doc}}`../notebooks/{entry['lesson']}`, {{{here}}}`{name}`" + (
+            " ⊥" if entry.get("tight") else ""
+        )
+    code = "<br>".join(f"`{item}`" for item in entry["code"])
+    tests = "<br>".join(f"`{item}`" for item in entry["tests"])
+    says = entry["says"].replace("|", "\\|")
+    return f"| {entry['paper']} | {says} | {lesson} | {code} | {tests} |\n"
+
+
+def page() -> str:
+    """The whole page."""
+    rows = entries()
+    pending = [entry["paper"] for entry in rows if entry.get("pending")]
+    head = HEAD.format(
+        covered=len(rows) - len(pending),
+        total=len(rows),
+        pending=len(pending),
+        names=f" ({', '.join(pending)}: their lessons wait for the runs)" if pending else "",
+    )
+    return head + "".join(row(entry) for entry in rows)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page(), "utf8")
+    print(f"{TARGET.relative_to(ROOT)}: {len(entries())} rows")
