@@ -5,8 +5,8 @@
 #   snakemake --config protocol=paper --executor slurm …  the paper's scale, on a cluster with GPUs
 #   snakemake -n                                          only say what would be run
 #
-# A record that exists is never made again (delete it for that). A run that was killed goes on where it was. Options that
-# belong to this graph are in profiles/default/config.yaml.
+# A record that exists is never made again. A run that was killed goes on where it was, in its folder under runs/, and a
+# finished one there is only published: delete both to repeat a run. Options of this graph: profiles/default/config.yaml.
 import json
 import sys
 from pathlib import Path
@@ -60,7 +60,7 @@ def check(record, path, seed):
             if made[name] != wants[name]:
                 raise WorkflowError(
                     f"{record} was made with {name} = {made[name]!r}, but {path} says {wants[name]!r}: "
-                    "delete the record to run it again"
+                    f"delete the record and {str(record.with_suffix('')).replace('results', 'runs', 1)} to run it again"
                 )
 
 

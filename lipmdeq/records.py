@@ -16,6 +16,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -32,6 +33,7 @@ from lipmdeq.runconfig import BOOKKEEPING, RunConfig, RunError
 FORMAT = 1
 MAGIC = "lipmdeq-checkpoint-1"
 RECORD, CHECKPOINT = "record.json", "checkpoint.ckpt"
+LOCK_WAIT = 15.0  # seconds; the kernel of a killed notebook lives on for a moment
 INFINITE = ("frobenius", "spectral", "perron", "norm")  # null in JSON stands for infinity in these
 
 
@@ -145,10 +147,15 @@ def locked(folder: Path, writes: bool = True) -> Iterator[None]:
     except OSError as e:
         raise RunError(f"out = {str(folder)!r}: cannot be written ({e.strerror})") from None
     with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(f"out = {str(folder)!r}: another process is running there") from None
+        end = time.monotonic() + LOCK_WAIT
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() >= end:
+                    raise RunError(f"out = {str(folder)!r}: another process is running there") from None
+                time.sleep(0.2)
         yield
 
 

@@ -252,7 +252,8 @@ def test_other_parameters_in_the_same_folder_are_refused(undisturbed, tmp_path):
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
-def test_two_runs_in_one_folder_are_refused(tmp_path):
+def test_two_runs_in_one_folder_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "LOCK_WAIT", 0.3)
     with open(tmp_path / ".lock", "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(RunError, match="another process is running there"):
