@@ -265,9 +265,8 @@ class AndersonStep(_FlatStep):
         else:
             gram, anchor = self.gram[accelerate, :n, :n], self.anchor[accelerate]
             alpha, guard.promise = self.eye[self.anchor, :n], np.full(len(accept), np.inf)
-            alpha[accelerate], guard.promise[accelerate] = anderson_weights(
-                gram, anchor, self.ridge, self.eps
-            )
+            some = anderson_weights(gram, anchor, self.ridge, self.eps)
+            alpha[accelerate], guard.promise[accelerate] = some
         out = combine(torch.from_numpy(alpha).to(self.g), fs)
         if self.beta != 1:  # mixing acts on accelerated samples only: the fallback stays Picard
             out -= combine(torch.from_numpy((1 - self.beta) * accelerate[:, None] * alpha).to(self.g), gs)
@@ -290,7 +289,7 @@ class BroydenStep(_FlatStep):
         here = (self.fz, self.g, self.z)
         if self.z_a is None:
             self.f_a, self.g_a, self.z_a = (t.clone() for t in here)
-            return self.f_a
+            return self.fz.clone()  # room() is overwritten, the anchor too
         self._learn(self.z - self.z_a, self.g - self.g_a)
         if accept.all():
             self.f_a, self.g_a, self.z_a = (t.clone() for t in here)

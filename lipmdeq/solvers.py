@@ -83,9 +83,8 @@ class Solver:
 
     def _solve(self, calls: Calls, final: Map | None) -> Solution:
         z, before, held = calls.z0, (calls.z0, calls.z0), None
-        recent = getattr(
-            self, "_recent", None
-        )  # evaluations of this object's last solve: a guess, affects cost only
+        # How many evaluations this object's last solve took: a guess for this one, which affects cost only.
+        recent = getattr(self, "_recent", None)
         last = final is not None and 1 in (self.max_iter, recent)
         for k in range(self.max_iter):
             fz = calls(z, final if last else None)

@@ -326,6 +326,26 @@ def test_samples_do_not_see_each_other(solver):
 
 
 @pytest.mark.parametrize("solver", ALL)
+def test_many_different_samples_are_each_alone(solver):
+    """Sixty random problems in one batch, among them maps that do not contract: equal to sixty solves of one."""
+    g = torch.Generator().manual_seed(5)
+    rate = torch.linspace(0.02, 1.4, 60, dtype=DOUBLE)[:, None, None]
+    w = rate * with_norm(torch.randn(60, 7, 7, generator=g, dtype=DOUBLE), 1.0)
+    c = torch.randn(60, 7, generator=g, dtype=DOUBLE)
+
+    def problem(i):
+        return lambda z: torch.relu(torch.einsum("bij,bj->bi", w[i], z) + c[i]) - 0.1 * z
+
+    options = solver(tol=1e-6, max_iter=40)
+    every = options.solve(problem(slice(None)), torch.zeros(60, 7, dtype=DOUBLE))
+    for i in range(60):
+        one = options.solve(problem(slice(i, i + 1)), torch.zeros(1, 7, dtype=DOUBLE))
+        assert one.nfe == every.steps[i] and one.reasons[0] == every.reasons[i]
+        torch.testing.assert_close(one.z[0], every.z[i], rtol=1e-5, atol=1e-6)
+    assert len(set(every.steps.tolist())) > 5
+
+
+@pytest.mark.parametrize("solver", ALL)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("when", [0, 2])
 def test_a_broken_sample_spoils_nothing(solver, value, when):
