@@ -43,12 +43,11 @@ picture: setup ## draw the README's picture again
 data: setup ## fetch the larger data sets into data/ (the default one needs no download)
 	$(PY) -m lipmdeq.data
 
-bench: setup ## measure speed and memory as ratios
-	@test -d benchmarks || { echo "make bench: there are no benchmarks yet"; exit 1; }
-	$(PY) -m benchmarks
+bench: setup ## measure speed and memory as ratios (about 20 minutes; needs a quiet machine)
+	$(PY) -m benchmarks --preset cpu
+	$(PY) -m benchmarks --preset paper-cifar10
 
 reproduce: setup ## run what is missing of the paper's tables and figures
-	@test -f Snakefile || { echo "make reproduce: there is no Snakefile yet"; exit 1; }
 	$(PY) -m snakemake --cores $(CORES)
 
 lab: setup ## open the notebooks in JupyterLab

@@ -398,7 +398,9 @@ def main() -> None:
     )
     parser.add_argument("--preset", choices=list(BATCH), default="cpu")
     parser.add_argument("--rounds", type=int, default=None)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--threads", type=int, help="default: 1 for cpu (as its runs), all cores for paper-cifar10"
+    )
     parser.add_argument(
         "--no-compile", action="store_true", help="skip torch.compile (it needs a C++ compiler)"
     )
@@ -409,8 +411,9 @@ def main() -> None:
     if args.memory_child:
         return memory_child(args.preset, args.memory_child, args.unrolled)
     warnings.simplefilter("ignore", SolverWarning)
-    torch.set_num_threads(args.threads)
     small = args.preset != "paper-cifar10"
+    args.threads = args.threads or (1 if small else os.cpu_count())
+    torch.set_num_threads(args.threads)
     rounds = args.rounds or (15 if small else 3)
     b = BATCH[args.preset]
     result = {
@@ -418,7 +421,7 @@ def main() -> None:
         "batch": b,
         "threads": args.threads,
         "rounds": rounds,
-        "command": " ".join(sys.argv),
+        "command": f"python -m benchmarks --preset {args.preset}",
     }
     print("memory", file=sys.stderr)
     result |= memory(args.preset)
