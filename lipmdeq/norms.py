@@ -66,7 +66,7 @@ def conv_norm(
 
     ``auto`` gives a sound value (exact or upper) and spends time only where there is something to gain: exact where
     windows do not overlap (1x1), for circular padding and for small operators; else the best twisted torus; where that is
-    more than 0.1-0.3 % above the Lanczos estimate, a proof by Cholesky with both axes exact (one, if too large).
+    more than 0.1-0.4 % above the Lanczos estimate, a proof by Cholesky with both axes exact (one, if too large).
 
     Args:
         weight: (C_out, C_in/groups, kh, kw), any real dtype.
@@ -123,7 +123,7 @@ def _sound(kernel: Kernel, where: Geometry, weight: Tensor, method: str) -> tupl
         return whole.bound(guess), "upper", "cholesky"
     (best, torus), how = least(kernel, torus_covers(axes)), "torus"
     slack = best / guess - 1
-    if slack > 0.001 and whole.cost <= (CHEAP if slack <= 0.0025 else DEAR):
+    if slack > 0.001 and whole.cost <= (CHEAP if slack <= 0.004 else DEAR):
         best, how = min((best, how), (whole.bound(guess, best), "cholesky"))
     elif slack > 0.004:
         # One exact axis, the other on the torus that was best: half of the slack at a small part of the cost.
