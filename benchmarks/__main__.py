@@ -246,11 +246,13 @@ def against_torchdeq(nets: dict, x, rounds: int) -> dict:
         forced = name == "mdeq"
         tol = 0.0 if forced else TOL
         peer = get_deq(
-            f_solver="anderson", b_solver="anderson", f_max_iter=FORWARD, b_max_iter=BACKWARD, f_tol=tol, b_tol=tol, ift=True
+            f_solver="anderson", b_solver="anderson", f_max_iter=FORWARD, b_max_iter=BACKWARD, f_tol=tol, b_tol=tol, ift=True, f_stop_mode="rel", b_stop_mode="rel"
         )  # fmt: skip
 
-        def loss_of(z):
-            return sum(t.sum() for t in z)
+        probe = [torch.randn_like(t) for t in net.z0(u)]  # not ones: the last norm makes sums vanish
+
+        def loss_of(z, probe=probe):
+            return sum((t * w).sum() for t, w in zip(z, probe, strict=True))
 
         def theirs(net=net, u=u, peer=peer):
             z, _ = peer(lambda *z: tuple(net.f(list(z), u)), tuple(net.z0(u)))
