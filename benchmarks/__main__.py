@@ -246,8 +246,16 @@ def against_torchdeq(nets: dict, x, rounds: int) -> dict:
         forced = name == "mdeq"
         tol = 0.0 if forced else TOL
         peer = get_deq(
-            f_solver="anderson", b_solver="anderson", f_max_iter=FORWARD, b_max_iter=BACKWARD, f_tol=tol, b_tol=tol, ift=True, f_stop_mode="rel", b_stop_mode="rel"
-        )  # fmt: skip
+            f_solver="anderson",
+            b_solver="anderson",
+            f_max_iter=FORWARD,
+            b_max_iter=BACKWARD,
+            f_tol=tol,
+            b_tol=tol,
+            f_stop_mode="rel",
+            b_stop_mode="rel",
+            ift=True,
+        )
 
         probe = [torch.randn_like(t) for t in net.z0(u)]  # not ones: the last norm makes sums vanish
 
