@@ -227,6 +227,10 @@ def test_anderson_weights_minimise_and_respect_the_anchor():
     np.testing.assert_allclose(np.linalg.norm(mixed, axis=1), predicted, rtol=1e-6)
     differences = g - g[:, :1]
     assert abs(np.einsum("bd,bid->bi", mixed, differences)).max() < 1e-6  # optimal on the affine hull
+    alpha, predicted = anderson_weights(gram, anchor, 0.1, 1e-16)
+    np.testing.assert_allclose(
+        np.linalg.norm(np.einsum("bi,bid->bd", alpha, g), axis=1), predicted, rtol=1e-6
+    )
     strong, _ = anderson_weights(gram, anchor, 1e9, 1e-16)
     np.testing.assert_allclose(strong, np.eye(4)[anchor], atol=1e-6)
 
