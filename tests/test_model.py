@@ -135,7 +135,11 @@ def test_free_parts_have_no_constant():
 
 @pytest.mark.parametrize(
     "preset,count,paper",
-    [("paper-cifar10", 11_094_134, 10e6), ("paper-imagenet", 16_806_504, 18e6), ("mdeq-tiny", 158_578, 0.17e6)],
+    [
+        ("paper-cifar10", 11_094_134, 10e6),
+        ("paper-imagenet", 16_806_504, 18e6),
+        ("mdeq-tiny", 158_578, 0.17e6),
+    ],
 )
 def test_sizes_of_the_presets(preset, count, paper):
     """The sizes that the published widths give; the papers round them to 10M, 18M and 0.17M."""
