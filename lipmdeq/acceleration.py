@@ -189,11 +189,11 @@ class PicardStep:
         self.z, self.fz, work = z, fz, self.layout.dtype
         f, z = self.layout.rows(fz), self.layout.rows(z)
         g = [torch.sub(a.to(work), b.to(work)) for a, b in zip(f, z, strict=True)]
-        norms = to_host(torch.stack([torch.linalg.vector_norm(t, dim=1, dtype=work) for t in (*g, *f)]))
-        if len(g) == 1:
-            return norms[0], norms[1]
-        norms *= norms
-        return np.sqrt(norms[: len(g)].sum(0)), np.sqrt(norms[len(g) :].sum(0))
+        norms = torch.stack([torch.linalg.vector_norm(t, dim=1, dtype=work) for t in (*g, *f)])
+        if len(g) > 1:  # over the branches
+            norms = torch.linalg.vector_norm(norms.view(2, len(g), -1), dim=1)
+        r, size = to_host(norms)
+        return r, size
 
     def propose(self, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> list[Tensor]:
         self.before, self.r = self.r, r
