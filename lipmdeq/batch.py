@@ -175,6 +175,7 @@ class Sums:
 def evaluate(model: nn.Module, split, batch: int, world: World) -> Sums:
     """Loss, accuracy and solver counts in test mode, over all processes."""
     was, sums = model.training, Sums()
+    world.share_buffers(model)
     test = Batch(model.eval(), world.autocast)
     for x, y in split.batches(batch, rank=world.rank, world=world.size):
         _, ce, logits, solution = test(x, y)

@@ -102,6 +102,12 @@ class World:
         dist.all_reduce(t, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         return t.tolist()
 
+    def share_buffers(self, model: nn.Module) -> None:
+        """Running statistics of process 0 for all, as before a forward pass in training."""
+        if self.size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+
     def wait(self) -> None:
         if self.size > 1:
             dist.barrier()

@@ -501,10 +501,10 @@ shared = world.wrap(Batch(model))
 loss, *_ = shared(x.double(), y)
 loss.backward()
 torch.save([p.grad for p in model.parameters()], f"{sys.argv[1]}-{world.rank}.pt")
-world.close()
 if world.size > 1:
     record = train(RunConfig(**eval(sys.argv[2])))
     torch.save(record["weights_sha256"], f"sha-{world.rank}.pt")
+world.close()
 """
 
 
@@ -535,7 +535,10 @@ def test_two_processes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["both.py", "one"])
     exec(BOTH, {})
-    out, err = two.communicate(timeout=300)
+    try:
+        out, err = two.communicate(timeout=200)
+    finally:
+        two.terminate()
     assert two.returncode == 0, err[-2000:]
     one, *both = (torch.load(f"{k}.pt", weights_only=True) for k in ("one-0", "two-0", "two-1"))
     for grads in both:
