@@ -23,8 +23,8 @@ tests check each row of this table.
 
 **{covered} of {total} are covered, {pending} are pending**{names}.
 
-| in the paper | says | lesson | code | tests |
-|---|---|---|---|---|
+| in the paper | in the book | in code | unit tests |
+|---|---|---|---|
 """
 
 
@@ -45,8 +45,7 @@ def row(entry: dict) -> str:
         )
     code = "<br>".join(f"`{item}`" for item in entry["code"])
     tests = "<br>".join(f"`{item}`" for item in entry["tests"])
-    says = entry["says"].replace("|", "\\|")
-    return f"| {entry['paper']} | {says} | {lesson} | {code} | {tests} |\n"
+    return f"| **{entry['paper']}**: {entry['says']} | {lesson} | {code} | {tests} |\n"
 
 
 def page() -> str:
