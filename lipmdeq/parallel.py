@@ -81,6 +81,10 @@ class World:
                 setattr(model, part, nn.SyncBatchNorm.convert_sync_batchnorm(getattr(model, part)))
         model = model.to(self.device)
         if self.cfg.compile:
+            # The adjoint solve runs backward through one graph many times.
+            import torch._functorch.config as functorch
+
+            functorch.donated_buffer = False
             model.f.compile()
         return model
 

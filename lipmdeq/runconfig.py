@@ -168,6 +168,10 @@ class RunConfig:
             raise ParameterError(str(e)) from None
         if self.ablation is not None and self.model == "mdeq":
             raise ParameterError(f"ablation = {self.ablation!r}: must be None for model = 'mdeq'")
+        if self.compile and self.jacobian_weight:
+            raise ParameterError(
+                "compile = True: must be False with jacobian_weight > 0 (second derivatives)"
+            )
         if self.eval_split == "val" and not self.val_images:
             raise ParameterError("val_images = 0: must be >= 1 for eval_split = 'val'")
         if any(e > self.epochs for e in self.trace_epochs):

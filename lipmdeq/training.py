@@ -217,7 +217,7 @@ class Run:
         self.world.wait()
         record = None
         if self.world.writes:
-            record = make_record(self, certify(self.model.eval(), progress=False))
+            record = make_record(self, certify(self._copy().eval(), progress=False))
             records.write_json(self.out / records.RECORD, record)
         self.world.wait()
         return record or records.read_record(self.out / records.RECORD)
@@ -294,11 +294,14 @@ class Run:
     def ways(self) -> tuple[str, ...]:
         return ("forward", "backward") if self.cfg.method == "implicit" else ("forward",)
 
-    def _trace(self, epoch: int) -> None:
-        """Residual traces on a copy: a probe must not change the run."""
-        if epoch not in self.cfg.trace_epochs or not self.world.writes:
-            return
+    def _copy(self) -> nn.Module:
+        """The model as it is, to be probed: not compiled, and free to be changed."""
         copy = records.build_model(self.model.cfg.to_dict(), None, None).to(self.world.device)
         copy.load_state_dict(self.model.state_dict())
+        return copy
+
+    def _trace(self, epoch: int) -> None:
+        if epoch not in self.cfg.trace_epochs or not self.world.writes:
+            return
         x, y = self.data.train.sample(min(TRACE_IMAGES, len(self.data.train)))
-        self.traces.append(residual_traces(copy, self.cfg, x, y, epoch))
+        self.traces.append(residual_traces(self._copy(), self.cfg, x, y, epoch))

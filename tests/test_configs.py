@@ -165,6 +165,7 @@ BAD = [
     ({"device": "tpu"}, "device = 'tpu': must be one of auto, cpu, cuda"),
     ({"train_stem": "yes"}, "train_stem = 'yes': must be True or False"),
     ({"compile": 1}, "compile = 1: must be True or False"),
+    ({"compile": True, "jacobian_weight": 0.5}, "compile = True: must be False with jacobian_weight"),
     ({"data": 5}, "data = 5: must be text"),
     ({"eval_split": "val"}, "val_images = 0: must be >= 1 for eval_split = 'val'"),
     ({"trace_epochs": "all"}, "trace_epochs = 'all': must be a list of whole numbers"),
