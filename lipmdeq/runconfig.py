@@ -95,6 +95,8 @@ def _device(name: str, value: object) -> str:
 def _epochs(name: str, value: object) -> tuple[int, ...]:
     items = value if isinstance(value, list | tuple) else [value]
     try:
+        if isinstance(value, str):  # papermill -p trace_epochs 1,3
+            items = [int(v) for v in value.strip("[] ").split(",") if v]
         return tuple(sorted({check_whole(name, v, 0) for v in items}))
     except ValueError:
         raise ValueError(f"{name} = {value!r}: must be a list of whole numbers from 0 to epochs") from None

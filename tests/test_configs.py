@@ -203,6 +203,12 @@ def test_namespace_of_a_notebook():
         RunConfig.from_namespace({**namespace, "slope": 0.4})
 
 
+def test_lists_from_the_shell():
+    for value in ([1, 3], (3, 1), "1,3", "[1, 3]", [1, 3.0, 1]):
+        assert RunConfig(trace_epochs=value).trace_epochs == (1, 3)
+    assert RunConfig(trace_epochs="[]").trace_epochs == () and RunConfig(trace_epochs=2).trace_epochs == (2,)
+
+
 def test_command_repeats_the_run():
     from lipmdeq.commands import parse_value
 

@@ -18,7 +18,6 @@ CALLS = {
     "range": (["-p", "a", "7"], "a = 7: must be in (0, 1]"),
     "text": (["-p", "a", "abc"], "a = 'abc': must be a number in (0, 1]"),
     "unknown": (["-p", "slope", "0.4"], "slope = 0.4: not a parameter; must be one of model, preset, "),
-    "data": (["-p", "data", "nothing"], "data = 'nothing': must be"),
 }
 
 
