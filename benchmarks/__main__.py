@@ -213,24 +213,23 @@ def table_one(nets: dict, x, y, rounds: int) -> dict:
     for s in steps.values():
         s.parts = {k: v[1:] for k, v in s.parts.items()}
     base = steps["mdeq"].parts
-    result = {"speedup": {}, "nfe": {}, "times_ms": {}, "constrain_share": {}}
+    result = {key: {} for key in ("speedup", "speedup_forward", "speedup_backward", "speedup_paper")}
+    result |= {key: {} for key in ("nfe", "nfe_paper", "times_ms", "constrain_share")}
     for name, s in steps.items():
-        med = {k: statistics.median(v) for k, v in s.parts.items()}
-        result["speedup"][name] = {
-            k: statistics.median(m / t for m, t in zip(base[k], s.parts[k], strict=True))
-            for k in ("step", "forward", "backward")
-        }
-        result["nfe"][name] = {
-            "forward": s.nfe[0],
-            "backward": s.nfe[1],
-            "paper_forward": PAPER[name][1],
-            "paper_backward": PAPER[name][2],
-        }
-        result["speedup"][name]["paper"] = PAPER[name][0]
-        result["times_ms"][name] = {k: 1e3 * v for k, v in med.items()}
-        result["constrain_share"][name] = statistics.median(
-            c / t for c, t in zip(s.parts["constrain"], s.parts["step"], strict=True)
-        )
+        for key, part in (
+            ("speedup", "step"),
+            ("speedup_forward", "forward"),
+            ("speedup_backward", "backward"),
+        ):
+            result[key][name] = statistics.median(
+                m / t for m, t in zip(base[part], s.parts[part], strict=True)
+            )
+        result["speedup_paper"][name], *paper = PAPER[name]
+        result["nfe"][name] = {"forward": s.nfe[0], "backward": s.nfe[1]}
+        result["nfe_paper"][name] = {"forward": paper[0], "backward": paper[1]}
+        result["times_ms"][name] = {k: 1e3 * statistics.median(v) for k, v in s.parts.items()}
+        shares = zip(s.parts["constrain"], s.parts["step"], strict=True)
+        result["constrain_share"][name] = statistics.median(c / t for c, t in shares)
     return result
 
 
@@ -383,12 +382,12 @@ def show(result: dict) -> None:
     print(
         f"  {'row':<14} {'step':>7} {'forward':>8} {'backward':>8} {'paper':>6}   {'NFE':>7} {'paper':>10}  constrain"
     )
-    for name, s in result["speedup"].items():
-        n = result["nfe"][name]
-        paper = f"{n['paper_forward']}/{n['paper_backward'] or '-'}"
+    for name, step in result["speedup"].items():
+        n, paper = result["nfe"][name], result["nfe_paper"][name]
         print(
-            f"  {name:<14} {s['step']:>6.2f}x {s['forward']:>7.2f}x {s['backward']:>7.2f}x {s['paper']:>5.2f}x   "
-            f"{n['forward']:>3}/{n['backward']:<3} {paper:>10}  {100 * result['constrain_share'][name]:>6.2f} %"
+            f"  {name:<14} {step:>6.2f}x {result['speedup_forward'][name]:>7.2f}x {result['speedup_backward'][name]:>7.2f}x "
+            f"{result['speedup_paper'][name]:>5.2f}x   {n['forward']:>3}/{n['backward']:<3} "
+            f"{paper['forward']}/{paper['backward'] or '-':<6}  {100 * result['constrain_share'][name]:>6.2f} %"
         )
     print("  torchdeq time / ours:  " + "  ".join(f"{k} {v:.2f}" for k, v in result["vs_torchdeq"].items()))
     if "explicit" in result:
