@@ -189,3 +189,17 @@ def test_the_picture_is_current(tmp_path):
     assert drawn.read_text("utf8") == (ROOT / "book/_static/readings.svg").read_text("utf8"), (
         "run: make picture"
     )
+
+
+def test_results_in_the_readme_are_those_of_the_record():
+    """Speed-ups and evaluations, ours and the paper's, as in results/bench/cpu.json."""
+    bench = json.loads((ROOT / "results/bench/cpu.json").read_text())
+    text = (ROOT / "README.md").read_text()
+    names = {"MDEQ": "mdeq"} | {f"Lipschitz MDEQ, a = {a:g}": f"lip-a{a}" for a in (1.0, 0.4, 0.1)}
+    for title, row in names.items():
+        cells = [c.strip() for c in re.search(rf"^\| {re.escape(title)} \|(.*)\|$", text, re.M)[1].split("|")]
+        ours, paper = bench["nfe"][row], bench["nfe_paper"][row]
+        assert float(cells[0]) == round(bench["speedup"][row], 1)
+        assert float(cells[1]) == bench["speedup_paper"][row]
+        assert cells[2] == f"{ours['forward']} / {ours['backward']}"
+        assert [float(v) for v in cells[3].split("/")] == [paper["forward"], paper["backward"]]
