@@ -34,7 +34,7 @@ from lipmdeq.solvers import Anderson, Picard, SolverWarning
 
 ROOT = Path(__file__).resolve().parent.parent
 TOL, FORWARD, BACKWARD = 1e-3, 18, 20
-BATCH = {"cpu": 64, "paper-cifar10": 16, "digits": 64}
+BATCH = {"cpu": 64, "paper-cifar10": 8}
 PAPER = {  # Table 1: speed-up, NFE forward, NFE backward
     "mdeq": (1.0, 17.9, 20.0), "mdeq-jr": (2.22, 7.0, 8.0), "mdeq-pg": (1.41, 15.6, None), "mdeq-jfb": (2.84, 12.3, None),
     "lip-a1.0": (1.28, 16.0, 19.9), "lip-a0.4": (3.33, 5.4, 2.9), "lip-a0.1": (4.75, 2.0, 2.0),
@@ -348,7 +348,7 @@ def memory_child(preset: str, iterations: int, unrolled: bool) -> None:
     warnings.simplefilter("ignore", SolverWarning)
     torch.manual_seed(0)
     net = build(preset, "mdeq").train()
-    b = BATCH[preset]
+    b = min(BATCH[preset], 64 if preset == "cpu" else 4)
     x, y = torch.randn(b, 3, net.cfg.image_size, net.cfg.image_size), torch.randint(10, (b,))
     solver = Anderson(tol=0.0, max_iter=iterations)
     adjoint = Unrolled(iterations) if unrolled else Implicit(Anderson(tol=0.0, max_iter=iterations))
@@ -423,7 +423,7 @@ def main() -> None:
     small = args.preset != "paper-cifar10"
     args.threads = args.threads or (1 if small else os.cpu_count())
     torch.set_num_threads(args.threads)
-    rounds = args.rounds or (15 if small else 3)
+    rounds = args.rounds or (11 if small else 2)
     b = BATCH[args.preset]
     result = {
         "preset": args.preset,
