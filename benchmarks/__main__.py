@@ -34,7 +34,7 @@ from lipmdeq.solvers import Anderson, Picard, SolverWarning
 
 ROOT = Path(__file__).resolve().parent.parent
 TOL, FORWARD, BACKWARD = 1e-3, 18, 20
-BATCH = {"cpu": 64, "paper-cifar10": 8}
+BATCH = {"cpu": 64, "paper-cifar10": 16}
 PAPER = {  # Table 1: speed-up, NFE forward, NFE backward
     "mdeq": (1.0, 17.9, 20.0), "mdeq-jr": (2.22, 7.0, 8.0), "mdeq-pg": (1.41, 15.6, None), "mdeq-jfb": (2.84, 12.3, None),
     "lip-a1.0": (1.28, 16.0, 19.9), "lip-a0.4": (3.33, 5.4, 2.9), "lip-a0.1": (4.75, 2.0, 2.0),
