@@ -3,11 +3,16 @@
 Usage: python tools/coverage_table.py
 """
 
+import sys
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "book" / "_ext"))
+
+from api import full_name  # noqa: E402
+
 SOURCE, TARGET = ROOT / "book" / "coverage.yml", ROOT / "book" / "coverage.md"
 ROLES = {"dfn": "prf:ref", "lem": "prf:ref", "eq": "eq", "fig": "numref"}
 
@@ -33,6 +38,12 @@ def entries() -> list[dict]:
     return yaml.safe_load(SOURCE.read_text("utf8"))
 
 
+def code_link(name: str) -> str:
+    """A link to the API page that describes ``name``."""
+    full = full_name(name)
+    return f"{{py:obj}}`{name} <{full}>`" if full else f"`{name}`"
+
+
 def row(entry: dict) -> str:
     """One line of the table."""
     name = entry["id"]
@@ -43,7 +54,7 @@ def row(entry: dict) -> str:
         lesson = f"{{doc}}`../notebooks/{entry['lesson']}`, {{{here}}}`{name}`" + (
             " ⊥" if entry.get("tight") else ""
         )
-    code = "<br>".join(f"`{item}`" for item in entry["code"])
+    code = "<br>".join(map(code_link, entry["code"]))
     tests = "<br>".join(f"`{item}`" for item in entry["tests"])
     return f"| **{entry['paper']}**: {entry['says']} | {lesson} | {code} | {tests} |\n"
 

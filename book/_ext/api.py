@@ -1,0 +1,126 @@
+"""Sphinx extension: links both ways between the lessons and the API pages in book/api.
+
+* Under a documented name: the lessons that explain it (from book/coverage.yml) and those that import it.
+* At the end of a lesson: the names of the package that it imports.
+"""
+
+import ast
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLES = {"dfn": "prf:ref", "lem": "prf:ref", "eq": "eq", "fig": "numref", "tab": "numref"}
+DIRECTIVE = re.compile(r"^\.\. (module|currentmodule|auto\w+):: (\S+)$", re.M)
+LITERAL_OR_BAR = re.compile(r"``.*?``|\|", re.S)
+
+
+@cache
+def documented() -> tuple[str, ...]:
+    """Full names of the functions and classes that book/api describes, in its order."""
+    names = []
+    for page in sorted((ROOT / "book" / "api").glob("*.md")):
+        module = ""
+        for kind, name in DIRECTIVE.findall(page.read_text("utf8")):
+            if kind in ("module", "currentmodule"):
+                module = name
+            else:
+                names.append(f"{module}.{name}")
+    return tuple(names)
+
+
+def full_name(name: str) -> str | None:
+    """The documented name of ``spec.LipschitzSpec.L``, ``lipmdeq.bounds.lip_gn``…; None if there is none.
+
+    A name that one file defines and another passes on is described under one of the two only.
+    """
+    parts = name.removeprefix("lipmdeq.").split(".")
+    homes = [full for full in documented() if full.endswith(f".{parts[1]}")]
+    exact = [full for full in homes if full == f"lipmdeq.{parts[0]}.{parts[1]}"]
+    home = exact or homes
+    return ".".join([home[0], *parts[2:]]) if len(home) == 1 else None
+
+
+def imported(path: Path) -> list[str]:
+    """Documented names that a notebook imports or writes as ``bounds.lip_gn``, in the order of the pages."""
+    cells = json.loads(path.read_text("utf8"))["cells"]
+    found: set[str | None] = set()
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        lines = "".join(cell["source"]).splitlines()
+        tree = ast.parse("\n".join("pass" if line[:1] in "%!" and line else line for line in lines))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lipmdeq."):
+                found |= {full_name(f"{node.module}.{alias.name}") for alias in node.names}
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                name = f"lipmdeq.{node.value.id}.{node.attr}"
+                found |= {name} & set(documented())
+    return [name for name in documented() if name in found]
+
+
+@cache
+def explained() -> dict[str, list[str]]:
+    """Documented name -> links (reStructuredText) to the statements of the paper that it implements."""
+    links: dict[str, list[str]] = {}
+    for entry in yaml.safe_load((ROOT / "book" / "coverage.yml").read_text("utf8")):
+        if entry.get("pending"):
+            continue
+        label, role = entry["id"], ROLES[entry["id"].split(":")[0]]
+        for name in entry["code"]:
+            lesson = f":doc:`/notebooks/{entry['lesson']}`, :{role}:`{label}`"
+            links.setdefault(full_name(name) or name, []).append(lesson)
+    return links
+
+
+@cache
+def used() -> dict[str, list[str]]:
+    """Documented name -> links (reStructuredText) to the notebooks that import it."""
+    links: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        short = path.stem[:2].lstrip("0") if path.stem[:2].isdigit() else path.stem
+        for name in imported(path):
+            links.setdefault(name, []).append(f":doc:`{short} </notebooks/{path.stem}>`")
+    return links
+
+
+def add_lessons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Append to a doc string where its subject is explained and used.
+
+    Doc strings write |γ| for an absolute value, which reStructuredText would take for a substitution.
+    """
+    text = LITERAL_OR_BAR.sub(lambda match: "\\|" if match[0] == "|" else match[0], "\n".join(lines))
+    if name in explained():
+        text += f"\n\n.. container:: lessons\n\n   Explained in {'; '.join(explained()[name])}."
+    if name in used():
+        text += f"\n\n.. container:: lessons\n\n   Used in lesson {', '.join(used()[name])}."
+    lines[:] = [*text.splitlines(), ""]
+
+
+def add_names(app: Sphinx, doctree: nodes.document) -> None:
+    """Append to a notebook's page the names of the package that it uses."""
+    docname = app.env.docname
+    path = ROOT / f"{docname}.ipynb"
+    section = next(iter(doctree.findall(nodes.section)), None)
+    names = imported(path) if docname.startswith("notebooks/") and path.is_file() else []
+    if section is None or not names:
+        return
+    paragraph = nodes.paragraph("", "From the package: ")
+    for name in names:
+        link = pending_xref("", refdomain="py", reftype="obj", reftarget=name, refdoc=docname, refwarn=True)
+        link += nodes.literal("", name.removeprefix("lipmdeq."))
+        paragraph += [link, nodes.Text(", " if name != names[-1] else ".")]
+    section += nodes.container("", paragraph, classes=["lessons"])
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("autodoc-process-docstring", add_lessons, priority=900)
+    app.connect("doctree-read", add_names)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
