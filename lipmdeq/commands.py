@@ -1,4 +1,4 @@
-"""The shell commands that need torch: ``train`` and ``certify``. Parsers here are light, torch is imported when they run."""
+"""The shell commands that need torch: ``train``, ``certify``, ``tables``. Parsers are light, torch is imported when they run."""
 
 from __future__ import annotations
 
@@ -89,4 +89,30 @@ def run_certify(args: argparse.Namespace) -> int:
         print(json.dumps(jsonable(certificate.to_dict()), indent=1, allow_nan=False))
     else:
         print(certificate)
+    return 0
+
+
+def add_tables(commands) -> None:
+    """``tables``: the paper's tables and figures from the records."""
+    parser = commands.add_parser(
+        "tables", help="write the paper's tables and figures from the records of runs"
+    )
+    parser.add_argument("--protocol", default="cpu", help="folder of configs/ and results/ (default: cpu)")
+    parser.add_argument("--tables", metavar="a,b", help="only these of table1,table2,table3,figure4")
+    parser.add_argument("--out", metavar="folder", help="where to write (default: results/<protocol>/tables)")
+    parser.set_defaults(run=run_tables)
+
+
+def run_tables(args: argparse.Namespace) -> int:
+    """Write them; the records are those of the current folder."""
+    from lipmdeq.figures import write
+    from lipmdeq.tables import TABLES
+
+    names = args.tables.split(",") if args.tables else TABLES
+    try:
+        written = write(args.protocol, out=args.out, names=names)
+    except (OneSentence, OSError) as e:
+        print(f"lipmdeq tables: {e}", file=sys.stderr)
+        return 1
+    print(f"{len(written)} files in {written[0].parent}")
     return 0
