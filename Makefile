@@ -1,6 +1,6 @@
 # Everything starts here: `make` lists the targets. Nothing has to be installed or activated beforehand.
 .DEFAULT_GOAL := help
-.PHONY: help setup book test lint outputs picture data bench reproduce lab clean
+.PHONY: help setup book test lint outputs picture data bench reproduce student slides lab clean
 
 PY := .venv/bin/python
 CORES ?= 2
@@ -49,6 +49,9 @@ bench: setup ## measure speed and memory as ratios (about 20 minutes; needs a qu
 
 reproduce: setup ## run what is missing of the paper's tables and figures
 	$(PY) -m snakemake --cores $(CORES)
+
+student: setup ## write the student edition, without solutions, into _build/student
+	$(PY) tools/student.py
 
 lab: setup ## open the notebooks in JupyterLab
 	$(PY) -m jupyterlab notebooks/

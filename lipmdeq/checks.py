@@ -4,7 +4,9 @@ Printed numbers are rounded, because the stored outputs of the notebooks are com
 comparison itself is done on the unrounded values.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -96,3 +98,24 @@ def check_broken(name: str, claimed: Any, observed: Any, digits: int = 4) -> Non
     if not observed > claimed * (1 + ALLOWANCE) + 1e-12:
         raise AssertionError(f"✗ {line}: not a counter-example")
     print(f"✓ {line}: the claim is broken")
+
+
+def grader(grade: Callable[..., None]) -> Callable[..., None]:
+    """Decorator for the graders of exercises: an unfinished answer is told "not yet", in one line.
+
+    A grader prints ✓ or ✗ for each property that is asked for. If the answer is missing, has another shape or raises,
+    the reader gets that as a sentence instead of the traceback of code that is not theirs.
+    """
+
+    @functools.wraps(grade)
+    def graded(*answer: Any, **named: Any) -> None:
+        if any(value is None or value is ... for value in (*answer, *named.values())):
+            print("✗ not yet: there is no answer to check")
+            return
+        try:
+            grade(*answer, **named)
+        except Exception as error:  # whatever a reader's function may raise
+            reason = (str(error).splitlines() or [""])[0]
+            print(f"✗ not yet: the check ended with {type(error).__name__}{f': {reason}' if reason else ''}")
+
+    return graded
