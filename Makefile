@@ -1,6 +1,6 @@
 # Everything starts here: `make` lists the targets. Nothing has to be installed or activated beforehand.
 .DEFAULT_GOAL := help
-.PHONY: help setup book test lint outputs picture data bench reproduce student slides lab clean
+.PHONY: help setup book test lint outputs address picture data bench reproduce student slides lab clean
 
 PY := .venv/bin/python
 CORES ?= 2
@@ -36,6 +36,9 @@ lint: setup ## check style and formatting of Python files and notebooks
 
 outputs: setup ## execute notebooks in place and store their outputs (NB=notebooks/05_normalisation.ipynb for one)
 	$(PY) tools/outputs.py $(NB)
+
+address: setup ## after repository.url in _config.yml was changed: the notebooks' cell for Colab
+	$(PY) tools/address.py
 
 picture: setup ## draw the README's picture again
 	$(PY) tools/picture.py

@@ -1,6 +1,8 @@
 """The book's own code: API pages against what lessons use, buttons against the one address."""
 
 import inspect
+import json
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -9,9 +11,11 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "book" / "_ext"))
+sys.path[:0] = [str(ROOT / "book" / "_ext"), str(ROOT / "tools")]
 
+import address  # noqa: E402
 import api  # noqa: E402
+import repository  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FIRST_FILES = "bounds norms layers model solvers implicit certificate data training checks plotting".split()
@@ -63,3 +67,89 @@ def test_the_coverage_table_links_to_descriptions():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_lessons_end_with_links_to_what_they_import(path):
     assert api.imported(path)
+
+
+# ---- the address of the repository
+
+
+def links(options: dict) -> list:
+    launch = options["launch_buttons"]
+    return [
+        options["repository_url"],
+        *(options[f"use_{name}_button"] for name in ("repository", "edit_page", "issues")),
+        launch["binderhub_url"],
+        launch["colab_url"],
+    ]
+
+
+def test_without_an_address_there_is_no_button():
+    assert not any(links(repository.theme_options("")))
+
+
+@pytest.mark.parametrize("end", ["", "/", ".git"])
+def test_with_an_address_every_button_is_there(end):
+    options = repository.theme_options("https://github.com/someone/lipmdeq" + end)
+    assert all(links(options))
+    assert options["repository_url"] == "https://github.com/someone/lipmdeq"
+    assert options["repository_branch"] == "main" and options["path_to_docs"] == ""
+
+
+def test_colab_opens_github_only():
+    options = repository.theme_options("https://gitlab.com/someone/lipmdeq")
+    assert options["use_edit_page_button"] and not options["launch_buttons"]["colab_url"]
+
+
+@pytest.mark.parametrize("url", ["lipmdeq", "http://github.com/a/b", "https://github.com/a"])
+def test_a_wrong_address_is_named(url):
+    with pytest.raises(Exception, match=f"repository.url = '{url}' in _config.yml: must be empty, or https"):
+        repository.theme_options(url)
+
+
+def test_the_configuration_has_no_second_setting():
+    """The extension alone decides; the address is checked where it is read."""
+    settings = yaml.safe_load((ROOT / "_config.yml").read_text("utf8"))
+    assert set(settings["repository"]) == {"url"} and "launch_buttons" not in settings
+    theme = settings["sphinx"]["config"]["html_theme_options"]
+    assert not [key for key in [*theme, *settings["html"]] if "repository" in key or "edit_page" in key]
+    assert repository.address() == settings["repository"]["url"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_first_cell_follows_the_address(path):
+    """With an address a hidden cell that does nothing outside Colab; without one the notebook as it is."""
+    stored = path.read_text("utf8")
+    assert address.with_cell(json.loads(stored), repository.address()) == json.loads(stored), (
+        "run: make address"
+    )
+    url = "https://github.com/someone/lipmdeq"
+    first, *rest = address.with_cell(json.loads(stored), url)["cells"]
+    source = "".join(first["source"])
+    assert "remove-cell" in first["metadata"]["tags"] and f"-b main {url}\n" in source
+    assert 'if "google.colab" in sys.modules:' in source
+    assert len(rest) == len(address.with_cell(json.loads(stored), "")["cells"])
+    counts = [cell["execution_count"] for cell in [first, *rest] if cell["cell_type"] == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    again = address.with_cell(address.with_cell(json.loads(stored), url), "")
+    assert again == address.with_cell(json.loads(stored), "")
+
+
+def test_binder_installs_the_tested_versions():
+    script = (ROOT / ".binder" / "postBuild").read_text("utf8")
+    assert "-c constraints.txt -e ." in script and os.access(ROOT / ".binder" / "postBuild", os.X_OK)
+    environment = yaml.safe_load((ROOT / ".binder" / "environment.yml").read_text("utf8"))
+    assert "python=3.11" in environment["dependencies"]
+
+
+def test_cite_this_has_the_data_of_the_citation_file():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf8"))
+    paper, own = repository.bibtex(citation)
+    for text in (
+        "Sato, Naoki and Iiduka, Hideaki",
+        citation["preferred-citation"]["title"],
+        "arXiv:2602.03297",
+    ):
+        assert text in paper
+    assert citation["title"] in own and "url" not in own
+    assert "https://github.com/a/b" in repository.bibtex(citation, "https://github.com/a/b")[1]
+    for entry in (paper, own):
+        assert entry.count("{") == entry.count("}")

@@ -97,7 +97,9 @@ def test_lesson_anatomy(path):
     text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     assert re.search(r"^(\([\w-]+\)=\n)?# ", text), "begins with its title"
     assert ":class: lesson" in text, "the box: what you will be able to do, what you need, how long it takes"
-    first = next(cell for cell in cells if cell["cell_type"] == "code")
+    first = next(
+        c for c in cells if c["cell_type"] == "code" and "colab" not in c["metadata"].get("tags", [])
+    )
     assert "hide-input" in first["metadata"].get("tags", []), "the set-up cell is tagged hide-input"
     exercises = re.findall(r"\{exercise(?:-start)?\}[^\n]*\n:label: (\S+)", text)
     solutions = re.findall(r"\{solution(?:-start)?\} (\S+)", text)

@@ -5,6 +5,7 @@
 """
 
 import ast
+import inspect
 import json
 import re
 from functools import cache
@@ -19,6 +20,8 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = {"dfn": "prf:ref", "lem": "prf:ref", "eq": "eq", "fig": "numref", "tab": "numref"}
 DIRECTIVE = re.compile(r"^\.\. (module|currentmodule|auto\w+):: (\S+)$", re.M)
+SEVERAL = re.compile(r"^:ivar (\w+(?:, \w+)+):")
+MAGIC = re.compile(r"^( *)[%!].*", re.M)
 LITERAL_OR_BAR = re.compile(r"``.*?``|\|", re.S)
 
 
@@ -55,8 +58,7 @@ def imported(path: Path) -> list[str]:
     for cell in cells:
         if cell["cell_type"] != "code":
             continue
-        lines = "".join(cell["source"]).splitlines()
-        tree = ast.parse("\n".join("pass" if line[:1] in "%!" and line else line for line in lines))
+        tree = ast.parse(MAGIC.sub(r"\1pass", "".join(cell["source"])))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lipmdeq."):
                 found |= {full_name(f"{node.module}.{alias.name}") for alias in node.names}
@@ -94,8 +96,12 @@ def used() -> dict[str, list[str]]:
 def add_lessons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Append to a doc string where its subject is explained and used.
 
-    Doc strings write |γ| for an absolute value, which reStructuredText would take for a substitution.
+    Doc strings write |γ| for an absolute value, which reStructuredText would take for a substitution; napoleon
+    takes what stands before a colon in a property for its type, and "alpha1" in "alpha1, alpha2" as well.
     """
+    if what == "property":
+        lines[:] = (inspect.getdoc(obj) or "").splitlines()
+    lines[:] = [SEVERAL.sub(lambda m: ":ivar " + m[1].replace(", ", ",\u00a0") + ":", line) for line in lines]
     text = LITERAL_OR_BAR.sub(lambda match: "\\|" if match[0] == "|" else match[0], "\n".join(lines))
     if name in explained():
         text += f"\n\n.. container:: lessons\n\n   Explained in {'; '.join(explained()[name])}."
@@ -110,6 +116,7 @@ def add_names(app: Sphinx, doctree: nodes.document) -> None:
     path = ROOT / f"{docname}.ipynb"
     section = next(iter(doctree.findall(nodes.section)), None)
     names = imported(path) if docname.startswith("notebooks/") and path.is_file() else []
+    names = [name for name in names if name.split(".")[1] not in ("checks", "plotting")]  # in every lesson
     if section is None or not names:
         return
     paragraph = nodes.paragraph("", "From the package: ")
