@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ sys.path[:0] = [str(ROOT / "book" / "_ext"), str(ROOT / "tools")]
 
 import address  # noqa: E402
 import api  # noqa: E402
+import facts  # noqa: E402
 import repository  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -153,3 +155,20 @@ def test_cite_this_has_the_data_of_the_citation_file():
     assert "https://github.com/a/b" in repository.bibtex(citation, "https://github.com/a/b")[1]
     for entry in (paper, own):
         assert entry.count("{") == entry.count("}")
+
+
+# ---- the line under a title
+
+
+def test_a_page_says_when_it_was_executed_and_with_what():
+    text = facts.executed({"mtime": 1_790_000_000.0, "runtime": 3.6, "succeeded": True})
+    import lipmdeq
+
+    assert re.match(r"Executed on \d{1,2} September 2026 in 4 s with Python 3\.\d+\.\d+, torch 2\.", text)
+    assert text.endswith(f"lipmdeq {lipmdeq.__version__}.")
+    assert " in " not in facts.executed({"mtime": 0.0, "runtime": None})
+
+
+@pytest.mark.parametrize("words, said", [(3, "1 minute to read."), (640, "3 minutes to read.")])
+def test_prose_says_how_long_it_takes(words, said):
+    assert facts.reading_time("word " * words) == said
