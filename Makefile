@@ -53,6 +53,9 @@ bench: setup ## measure speed and memory as ratios (about 20 minutes; needs a qu
 reproduce: setup ## run what is missing of the paper's tables and figures
 	$(PY) -m snakemake --cores $(CORES)
 
+slides: setup ## make the slides of the core lessons, _build/slides/index.html
+	$(PY) tools/slides.py
+
 student: setup ## write the student edition, without solutions, into _build/student
 	$(PY) tools/student.py
 
