@@ -1,4 +1,5 @@
 # The paper as a graph: configs/<protocol>/<table>/<row>.yaml -> a papermill run -> results/<protocol>/<table>/<row>/seed<k>.json
+# -> results/<protocol>/tables/: tables as .md and .csv, figures as .svg
 #
 #   snakemake --cores 2                                   run what is missing of protocol cpu, two runs at a time
 #   snakemake --cores 2 --config tables=table1,figure4    only these tables
@@ -14,6 +15,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from lipmdeq.runconfig import RunConfig
+from lipmdeq.tables import SHARED, TABLES as PRINTED
 
 PROTOCOL = config.get("protocol", "cpu")
 TABLES = str(config.get("tables", "table1,table2,figure4,table3,beyond")).split(",")
@@ -22,14 +24,6 @@ THREE_SEEDS = {
     "table2": ["mdeq", "lipschitz"],
     "figure4": ["a0.1", "a0.4", "a1.0"],
     "beyond": ["best"],
-}
-# Rows that stand in two tables are run once.
-SHARED = {
-    "table2/mdeq": "table1/mdeq",
-    "table2/lipschitz": "table1/lip-a0.4",
-    "figure4/a0.1": "table1/lip-a0.1",
-    "figure4/a0.4": "table1/lip-a0.4",
-    "figure4/a1.0": "table1/lip-a1.0",
 }
 # Rows whose trained weights are kept beside their first record (half precision, below 2 MB for protocol cpu).
 WEIGHTS = ["table1/mdeq", "table1/lip-a1.0", "table1/lip-a0.4", "table1/lip-a0.1", "beyond/best"]
@@ -76,15 +70,43 @@ wildcard_constraints:
     seed="[0-9]+",
 
 
+def files():
+    """Tables and figures of the chosen tables; "beyond" has none in the paper."""
+    names = [t for t in PRINTED if t in TABLES]
+    figures = {"table1": ("figure3", "figure5"), "figure4": ("figure4",)}
+    return [f"results/{PROTOCOL}/tables/{t}.{end}" for t in names for end in ("md", "csv")] + [
+        f"results/{PROTOCOL}/tables/{f}.svg" for t in names for f in figures.get(t, ())
+    ]
+
+
 localrules:
     all,
     share,
     weights,
+    tables,
 
 
 rule all:
     input:
         wanted(PROTOCOL),
+        files(),
+
+
+if files():
+
+    rule tables:
+        """Tables and figures from the records."""
+        input:
+            [f for f in wanted(PROTOCOL) if f.endswith(".json") and "/beyond/" not in f],
+            [f for f in ["results/paper.yaml", "results/bench/trained.json"] if Path(f).exists()],
+        output:
+            files(),
+        params:
+            python=sys.executable,
+            names=",".join(t for t in PRINTED if t in TABLES),
+            protocol=PROTOCOL,
+        shell:
+            "{params.python} -m lipmdeq tables --protocol {params.protocol} --tables {params.names}"
 
 
 rule share:

@@ -29,7 +29,7 @@ from lipmdeq.layers import (
     add_up2,
     norm_act,
     scale_shift,
-    spatial_mean,
+    spatial_sum,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ResidualBlock(nn.Module):
         if not isinstance(self.norm3, MGN):
             v = torch.add(x, self.norm2(y), alpha=r).relu_()
             return self.norm3(v if kappa * self.act.a == 1.0 else v * (kappa * self.act.a))
-        s, b = self.norm2.affine(spatial_mean(y))
+        s, b = self.norm2.affine(*spatial_sum(y))
         v = torch.addcmul(x, y, _per_channel(r * s), out=_into(y))
         return relu_then_norm(v, r * b, self.norm3, kappa * self.act.a)
 
@@ -95,14 +95,32 @@ class ResidualBlock(nn.Module):
 
 
 def relu_then_norm(v: Tensor, shift: Tensor, norm: MGN, k: float) -> Tensor:
-    """MGN(k·max(0, v + shift)), shift (B, C), in three passes: max(0, v + t) = max(v, −t) + t, and + t joins
-    the norm.
+    """MGN(k·max(0, v + shift)), shift (B, C)."""
+    v, left = shifted_relu(v, shift)
+    return scaled_norm(v, left, norm, k)
+
+
+def shifted_relu(v: Tensor, shift: Tensor) -> tuple[Tensor, Tensor | None]:
+    """max(0, v + shift) as (w, left), equal to w + left: shift and left (B, C), left may be None for zero.
+
+    In a solve max(0, v + t) = max(v, −t) + t, and + t joins what follows, which saves a pass. Under autograd it would cost
+    more than it saves: the gradient of a maximum of two tensors takes five passes, that of ReLU one.
     """
-    v = torch.maximum(v, _per_channel(-shift), out=_into(v))
-    s, b = norm.affine(k * (spatial_mean(v) + shift))
-    return scale_shift(
-        v, k * s, torch.addcmul(b, shift, torch.as_tensor(k * s, dtype=b.dtype, device=b.device))
-    )
+    if _into(v) is None:
+        return (v + _per_channel(shift)).relu_(), None
+    return torch.maximum(v, _per_channel(-shift), out=v), shift
+
+
+def scaled_norm(y: Tensor, shift: Tensor | None, norm: MGN, k: float) -> Tensor:
+    """MGN(k·(y + shift)), shift (B, C) or None, in two passes."""
+    total, pixels = spatial_sum(y)
+    if shift is not None:
+        total = torch.add(total, shift, alpha=pixels)
+    s, b = norm.affine(total, pixels / k)
+    s = k * s
+    if shift is not None:
+        b = torch.addcmul(b, shift, s) if isinstance(s, Tensor) else torch.add(b, shift, alpha=s)
+    return scale_shift(y, s, b)
 
 
 class PostFusion(nn.Module):
@@ -119,16 +137,10 @@ class PostFusion(nn.Module):
         if not isinstance(norm, MGN):
             z = F.relu(z if isinstance(shift, float) else z + _per_channel(shift))
             return norm(conv(z if k == 1.0 else z * k))
-        if isinstance(shift, float):
-            y, t = conv(z.relu()), 0.0
-        else:
-            y = conv(torch.maximum(z, _per_channel(-shift), out=_into(z)))
-            t = (
-                shift @ conv.kernel()[:, :, 0, 0].mT
-            )  # a 1x1 convolution sends channel shifts to channel shifts
-        s, b = norm.affine(k * (spatial_mean(y) + t))
-        b = b + k * s * t
-        return scale_shift(y, k * s, b)
+        z, left = (z.relu(), None) if isinstance(shift, float) else shifted_relu(z, shift)
+        if left is not None:  # a 1x1 convolution sends channel shifts to channel shifts
+            left = left @ conv.kernel()[:, :, 0, 0].mT
+        return scaled_norm(conv(z), left, norm, k)
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
         answer = leaf(self)
@@ -188,7 +200,7 @@ class Fusion(nn.Module):
         """w·norm(conv(x))."""
         y = pair.conv(x)
         if isinstance(pair.norm, MGN):
-            s, b = pair.norm.affine(spatial_mean(y))
+            s, b = pair.norm.affine(*spatial_sum(y))
             return scale_shift(y, w * s, w * b)
         return pair.norm(y) * w if w != 1.0 else pair.norm(y)
 

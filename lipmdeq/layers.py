@@ -160,22 +160,21 @@ class MGN(_Norm):
     Without affine parameters the scale is min(1, γ̄), so that L_MGN ≤ γ̄ holds for every norm of the model.
     """
 
-    def group_means(self, m: Tensor) -> Tensor:
-        """Means over groups of channels, (B, C) → (B, C), from the channel means m."""
-        if self.groups == self.channels:
-            return m
-        b = m.shape[0]
-        m = m.view(b, self.groups, -1).mean(2, keepdim=True)
-        return m.expand(b, self.groups, self.channels // self.groups).reshape(b, self.channels)
-
-    def affine(self, m: Tensor) -> tuple[Tensor | float, Tensor]:
-        """(s, b) with MGN(y) = s·y + b, from the channel means m = mean_{H,W} y, (B, C)."""
-        mu, s = self.group_means(m), self.scale()
-        return s, -s * mu if self.bias is None else torch.addcmul(self.bias, mu, s, value=-1)
+    def affine(self, total: Tensor, pixels: float) -> tuple[Tensor | float, Tensor]:
+        """(s, b) with MGN(y) = s·y + b, from the sums of the channels over the map of H·W pixels, (B, C)."""
+        s, groups = self.scale(), (total.shape[0], self.groups, -1)
+        mu = total.view(groups).sum(
+            2, keepdim=True
+        )  # times the size of a group: the division joins the product
+        part = -1.0 / (pixels * (self.channels // self.groups))
+        if self.weight is None:
+            b = (s * part * mu).expand(-1, -1, self.channels // self.groups)
+        else:
+            b = torch.addcmul(self.bias.view(1, *groups[1:]), mu, s.view(1, *groups[1:]), value=part)
+        return s, b.reshape(total.shape)
 
     def forward(self, y: Tensor) -> Tensor:
-        s, b = self.affine(spatial_mean(y))
-        return scale_shift(y, s, b)
+        return scale_shift(y, *self.affine(*spatial_sum(y)))
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
         answer = leaf(self)
@@ -186,9 +185,9 @@ class MGN(_Norm):
         return math.inf if self.gamma is None else bounds.lip_mgn(self.gamma)
 
 
-def spatial_mean(y: Tensor) -> Tensor:
-    """Mean over the map, (B, C, H, W) → (B, C)."""
-    return y.mean((2, 3))
+def spatial_sum(y: Tensor) -> tuple[Tensor, int]:
+    """Sum over the map, (B, C, H, W) → (B, C), and its number of pixels."""
+    return y.sum((2, 3)), y.shape[2] * y.shape[3]
 
 
 def scale_shift(y: Tensor, s: Tensor | float, b: Tensor) -> Tensor:
@@ -202,7 +201,7 @@ def scale_shift(y: Tensor, s: Tensor | float, b: Tensor) -> Tensor:
 def norm_act(norm: _Norm, y: Tensor, a: float) -> Tensor:
     """SReLU(norm(y)) with the slope merged into the norm: max(0, a·t) = max(0, (a·s)·y + a·b)."""
     if isinstance(norm, MGN):
-        s, b = norm.affine(spatial_mean(y))
+        s, b = norm.affine(*spatial_sum(y))
         return scale_shift(y, a * s, a * b).relu_()
     y = norm(y).relu_()
     return y if a == 1.0 else y * a
@@ -270,10 +269,19 @@ class Up(nn.Module):
 
 
 def add_up2(z: Tensor, low: Tensor) -> Tensor:
-    """z + Up_2(low) without storing the up-sampled map; (B, C, H, W) and (B, C, H/2, W/2)."""
+    """z + Up_2(low) without storing the up-sampled map; (B, C, H, W) and (B, C, H/2, W/2).
+
+    In ``channels_last`` the columns of low are doubled by a concatenation of channels; two rows of z then lie behind each
+    row of it, and the addition runs over whole rows (five times faster than over pixels, its gradient nine times).
+    """
     b, c, h, w = z.shape
-    blocks = z.view(b, c, h // 2, 2, w // 2, 2)
-    return torch.add(blocks, low[:, :, :, None, :, None], out=_into(blocks)).view(b, c, h, w)
+    rows = z.permute(0, 2, 3, 1)
+    if not rows.is_contiguous():
+        blocks = z.view(b, c, h // 2, 2, w // 2, 2)
+        return torch.add(blocks, low[:, :, :, None, :, None], out=_into(blocks)).view(b, c, h, w)
+    rows = rows.view(b, h // 2, 2, w * c)
+    low = torch.cat((low, low), 1).permute(0, 2, 3, 1).reshape(b, h // 2, 1, w * c)
+    return torch.add(rows, low, out=_into(rows)).view(b, h, w, c).permute(0, 3, 1, 2)
 
 
 class Chain(nn.Sequential):
@@ -306,7 +314,7 @@ class ConvNorm(Chain):
         """
         y = self.conv(x)
         if isinstance(self.norm, MGN):
-            s, b = self.norm.affine(spatial_mean(y))
+            s, b = self.norm.affine(*spatial_sum(y))
             s = _per_channel(w * s) if isinstance(s, Tensor) else w * s
             acc = (
                 torch.addcmul(acc, y, s, out=_into(y))

@@ -210,7 +210,7 @@ def _few(value: Value | None) -> str:
     """Four significant digits; infinity is shown as ∞."""
     if value is None:
         return "–"
-    ends = [f"{x:.4g}" if math.isfinite(x) else "∞" for x in (value.mean, value.low, value.high)]
+    ends = [f"{x:#.4g}" if math.isfinite(x) else "∞" for x in (value.mean, value.low, value.high)]
     return ends[0] if ends[1] == ends[2] else f"{ends[0]} ({ends[1]}–{ends[2]})"
 
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "book" / "_ext"))
 from api import full_name  # noqa: E402
 
 SOURCE, TARGET = ROOT / "book" / "coverage.yml", ROOT / "book" / "coverage.md"
-ROLES = {"dfn": "prf:ref", "lem": "prf:ref", "eq": "eq", "fig": "numref"}
+ROLES = {"dfn": "prf:ref", "lem": "prf:ref", "eq": "eq", "fig": "numref", "tab": "numref"}
 
 HEAD = """\
 # Coverage of the paper

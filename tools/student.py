@@ -16,7 +16,7 @@ import nbformat
 from portable import ROOT, Book, blocks
 
 COPIED = ["lipmdeq", "pyproject.toml", "constraints.txt", "LICENSE", "LICENSE-TEXT", "configs/paper"]
-COPIED += ["results/digits"]
+COPIED += ["configs/cpu", "results/digits", "results/cpu", "results/bench", "results/paper.yaml"]
 ANSWER = "**Your answer.** *Write here.*"
 README = """# {title}: student edition
 
