@@ -69,28 +69,27 @@ def imported(path: Path) -> list[str]:
 
 
 @cache
-def explained() -> dict[str, list[str]]:
-    """Documented name -> links (reStructuredText) to the statements of the paper that it implements."""
-    links: dict[str, list[str]] = {}
+def explained() -> dict[str, dict[str, list[str]]]:
+    """Documented name -> lesson -> links (reStructuredText) to the statements of the paper that it implements."""
+    links: dict[str, dict[str, list[str]]] = {}
     for entry in yaml.safe_load((ROOT / "book" / "coverage.yml").read_text("utf8")):
         if entry.get("pending"):
             continue
         label, role = entry["id"], ROLES[entry["id"].split(":")[0]]
         for name in entry["code"]:
-            lesson = f":doc:`/notebooks/{entry['lesson']}`, :{role}:`{label}`"
-            links.setdefault(full_name(name) or name, []).append(lesson)
+            lessons = links.setdefault(full_name(name) or name, {})
+            lessons.setdefault(entry["lesson"], []).append(f":{role}:`{label}`")
     return links
 
 
 @cache
 def used() -> dict[str, list[str]]:
-    """Documented name -> links (reStructuredText) to the notebooks that import it."""
-    links: dict[str, list[str]] = {}
+    """Documented name -> notebooks that import it."""
+    lessons: dict[str, list[str]] = {}
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        short = path.stem[:2].lstrip("0") if path.stem[:2].isdigit() else path.stem
         for name in imported(path):
-            links.setdefault(name, []).append(f":doc:`{short} </notebooks/{path.stem}>`")
-    return links
+            lessons.setdefault(name, []).append(path.stem)
+    return lessons
 
 
 def add_lessons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -103,11 +102,23 @@ def add_lessons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines
         lines[:] = (inspect.getdoc(obj) or "").splitlines()
     lines[:] = [SEVERAL.sub(lambda m: ":ivar " + m[1].replace(", ", ",\u00a0") + ":", line) for line in lines]
     text = LITERAL_OR_BAR.sub(lambda match: "\\|" if match[0] == "|" else match[0], "\n".join(lines))
-    if name in explained():
-        text += f"\n\n.. container:: lessons\n\n   Explained in {'; '.join(explained()[name])}."
-    if name in used():
-        text += f"\n\n.. container:: lessons\n\n   Used in lesson {', '.join(used()[name])}."
+    pages = {page.removeprefix("notebooks/") for page in app.env.found_docs if page.startswith("notebooks/")}
+    where = [
+        f":doc:`/notebooks/{lesson}`, {', '.join(links)}"
+        for lesson, links in explained().get(name, {}).items()
+        if lesson in pages
+    ]
+    if where:
+        text += f"\n\n.. container:: lessons\n\n   Explained in {'; '.join(where)}."
+    where = [f":doc:`{short(stem)} </notebooks/{stem}>`" for stem in used().get(name, []) if stem in pages]
+    if where:
+        text += f"\n\n.. container:: lessons\n\n   Used in lesson {', '.join(where)}."
     lines[:] = [*text.splitlines(), ""]
+
+
+def short(stem: str) -> str:
+    """5 for 05_normalisation, train for train."""
+    return stem[:2].lstrip("0") if stem[:2].isdigit() else stem
 
 
 def add_names(app: Sphinx, doctree: nodes.document) -> None:
