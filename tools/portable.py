@@ -18,6 +18,7 @@ FENCE = re.compile(r"^(`{3,}|:{3,})\{([\w:-]+)\}[ \t]*(.*)$")
 OPTION = re.compile(r"^:[\w-]+:.*$")
 DISPLAY = re.compile(r"^\$\$\n(.*?)\n\$\$(?:[ ]\(([\w:-]+)\))?", re.M | re.S)
 ROLE = re.compile(r"\{([\w:]+)\}`([^`]+)`")
+NAME = re.compile(r"^:name: (\S+)$", re.M)
 LABEL = re.compile(r"^:label: (\S+)$", re.M)
 
 
@@ -122,7 +123,9 @@ class Book:
                 if cell["cell_type"] != "markdown":
                     continue
                 for block in blocks(source):
-                    if block.name in ("exercise", "prf:lemma", "prf:theorem", "prf:definition"):
+                    if named := NAME.search(block.options):
+                        found[named[1]] = name, "the table"
+                    if block.name == "exercise" or (block.name.startswith("prf:") and block.label):
                         kind = block.name.removeprefix("prf:").capitalize()
                         counts[kind] = counts.get(kind, 0) + 1
                         found[block.label] = name, f"{kind} {counts[kind]}"
@@ -170,6 +173,10 @@ class Book:
         if not block.name:
             return text
         called = self.labels[block.label][1] if block.label in self.labels else block.title
+        if block.name == "list-table":
+            rows = [re.split(r"\n  - ", row) for row in re.split(r"^\* - ", text, flags=re.M)[1:]]
+            lines = ["| " + " | ".join(" ".join(cell.split()) for cell in row) + " |" for row in rows]
+            return "\n".join([f"*{block.title}*", "", lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
         if block.name == "exercise":
             return f"### {called}\n\n{text}"
         if block.name == "prf:proof":

@@ -72,7 +72,7 @@ class Quiz(SphinxDirective):
             verdict = "Right" if right else "Wrong"
             value = f' data-value="{option["value"]}"' if numeric else ""
             found.append(raw(f'<li data-option="{i}"{right}{value}><strong>{verdict}:</strong> '))
-            found.append(nodes.inline("", str(option["value"])) if numeric else self.inline(option["text"]))
+            found.append(nodes.inline("", f"{option['value']}.") if numeric else self.inline(option["text"]))
             found += [raw(' <span class="quiz-why">'), self.inline(option["why"]), raw("</span></li>")]
         return [*found, raw("</ul></details></fieldset>")]
 
