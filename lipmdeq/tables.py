@@ -121,13 +121,8 @@ class Table:
 
     def certificates(self) -> Grid:
         """What is proved about every row's trained weights, next to what the hyperparameters alone promise."""
-        head = [
-            "model",
-            "hyperparameters",
-            *(f"{r} {m}" for m, r in PROVED.values()),
-            "measured ‖J‖",
-            "verdict",
-        ]
+        readings = (f"{reading.capitalize()}, {mode}" for mode, reading in PROVED.values())
+        head = ["model", "before training", *readings, "‖J‖ seen", "verdict"]
         body = []
         for row in self.rows:
             norms = over_seeds(
@@ -168,7 +163,12 @@ class Table:
         return f"{self.title}: {len(self.done)} of {len(self.rows)} rows"
 
     def _repr_html_(self) -> str:
-        return Grid(*self.lines(), caption=self.caption).html()
+        """Ours above the paper's in one cell: a page is not wide enough for both side by side."""
+        head, body = self.lines()
+        pairs = range(1, len(head) - 1, 2)
+        lines = [[line[0], *(f"{line[i]}\n{line[i + 1]}" for i in pairs), line[-1]] for line in body]
+        caption = f"{self.caption} In each cell: ours, and below it the paper's in italics."
+        return Grid([head[0], *(head[i] for i in pairs), head[-1]], lines, caption).html()
 
 
 @dataclass
@@ -184,19 +184,19 @@ class Grid:
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def html(self) -> str:
-        """The paper's columns are set in italics, so that nobody takes them for ours."""
-        theirs = {i for i, name in enumerate(self.head) if name == "paper"}
+        """A second line in a cell is set in italics. The class is that of pandas, which themes know in light and dark."""
 
         def line(cells: list[str], tag: str) -> str:
-            shown = (f"<i>{escape(c)}</i>" if i in theirs else escape(c) for i, c in enumerate(cells))
+            pairs = (escape(cell).partition("\n") for cell in cells)
+            shown = (f"{first}<br><i>{second}</i>" if cut else first for first, cut, second in pairs)
             return "<tr>" + "".join(f"<{tag}>{c}</{tag}>" for c in shown) + "</tr>"
 
-        text = "".join(
-            f"<code>{escape(part)}</code>" if i % 2 else escape(part)
-            for i, part in enumerate(self.caption.split("`"))
-        )
+        parts = enumerate(self.caption.split("`"))
+        text = "".join(f"<code>{escape(part)}</code>" if i % 2 else escape(part) for i, part in parts)
         rows = "".join(line(cells, "td") for cells in self.body)
-        table = f"<table class='results'><thead>{line(self.head, 'th')}</thead><tbody>{rows}</tbody></table>"
+        table = (
+            f"<table class='dataframe'><thead>{line(self.head, 'th')}</thead><tbody>{rows}</tbody></table>"
+        )
         return f"<p>{text}</p>{table}" if text else table
 
     def __repr__(self) -> str:
@@ -207,10 +207,10 @@ class Grid:
 
 
 def _few(value: Value | None) -> str:
-    """Four significant digits; infinity is shown as ∞."""
+    """Three significant digits; infinity is shown as ∞."""
     if value is None:
         return "–"
-    ends = [f"{x:#.4g}" if math.isfinite(x) else "∞" for x in (value.mean, value.low, value.high)]
+    ends = [f"{x:#.3g}" if math.isfinite(x) else "∞" for x in (value.mean, value.low, value.high)]
     return ends[0] if ends[1] == ends[2] else f"{ends[0]} ({ends[1]}–{ends[2]})"
 
 

@@ -253,7 +253,7 @@ def test_files_of_any_subset(root, monkeypatch, capsys):
 def test_html_escapes_and_marks_the_paper(root):
     record(root, "table1/mdeq", 0, 0.44, L=None)
     html = load("table1", root=root)._repr_html_()
-    assert "<i>93.23</i>" in html and "<td>44.0</td>" in html and "<code>python -m snakemake" in html
+    assert "<td>44.0<br><i>93.23</i></td>" in html and "<code>python -m snakemake" in html
     assert html.count("<tr>") == 11
     record(root, "table1/lip-a0.1", 0, 0.44)
     proved = load("table1", root=root).certificates()._repr_html_()
