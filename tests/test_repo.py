@@ -39,7 +39,7 @@ def code_cells(path: Path) -> list[dict]:
 
 
 def test_every_page_is_in_the_table_of_contents():
-    sources = [*NOTEBOOKS, *(ROOT / "book").glob("*.md"), *(ROOT / "book").glob("*.ipynb")]
+    sources = [*NOTEBOOKS, *(ROOT / "book").rglob("*.md"), *(ROOT / "book").rglob("*.ipynb")]
     missing = {str(path.relative_to(ROOT).with_suffix("")) for path in sources} - set(TOC)
     assert not missing, f"not in _toc.yml, so never built: {sorted(missing)}"
 
