@@ -179,43 +179,14 @@ def anderson_weights(
 # expect there; `moved(z)` says that some rows of it were changed. `target` maps ||f(z)|| to the residual norm to reach.
 
 
-class PicardStep:
-    """z <- (1 - damping) z + damping f(z)."""
-
-    def __init__(self, layout: Layout, damping: float = 1.0):
-        self.layout, self.damping, self.r = layout, damping, np.nan
-
-    def measure(self, z: list[Tensor], fz: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
-        self.z, self.fz, work = z, fz, self.layout.dtype
-        f, z = self.layout.rows(fz), self.layout.rows(z)
-        g = [torch.sub(a.to(work), b.to(work)) for a, b in zip(f, z, strict=True)]
-        norms = torch.stack([torch.linalg.vector_norm(t, dim=1, dtype=work) for t in (*g, *f)])
-        if len(g) > 1:  # over the branches
-            norms = torch.linalg.vector_norm(norms.view(2, len(g), -1), dim=1)
-        r, size = to_host(norms)
-        return r, size
-
-    def propose(self, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> list[Tensor]:
-        self.before, self.r = self.r, r
-        return self.between(self.z, self.fz)
-
-    def between(self, z: list[Tensor], fz: list[Tensor]) -> list[Tensor]:
-        if self.damping == 1:
-            return fz
-        return [torch.lerp(a.to(b.dtype), b, self.damping) for a, b in zip(z, fz, strict=True)]
-
-    def guess(self) -> np.ndarray:
-        return self.r * np.minimum(self.r / self.before, 1)
-
-    def moved(self, z: list[Tensor]) -> None:
-        pass
-
-
 class _FlatStep:
-    """What Anderson and Broyden share: f(z) and f(z) - z go to `room()`, (2, B, D); z itself is known as (B, D)."""
+    """What all proposals share: f(z) and f(z) - z go to `room()`, (2, B, D); z itself is known as (B, D).
 
-    def __init__(self, layout: Layout, target: Target, patience: int):
-        self.layout, self.target, self.guard, self.z = layout, target, Safeguard(patience), None
+    One packed copy costs less than an operation on each branch: calls, not bytes, are what small states pay for.
+    """
+
+    def __init__(self, layout: Layout):
+        self.layout, self.z = layout, None
 
     def measure(self, z: list[Tensor], fz: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         if self.z is None:
@@ -226,6 +197,43 @@ class _FlatStep:
         size, r = to_host(torch.linalg.vector_norm(room, dim=2))
         return r, size
 
+    def moved(self, z: list[Tensor]) -> None:
+        self.z = self.layout.pack(z, self.layout.empty())
+
+
+class PicardStep(_FlatStep):
+    """z <- (1 - damping) z + damping f(z)."""
+
+    def __init__(self, layout: Layout, damping: float = 1.0):
+        super().__init__(layout)
+        self.damping, self.r, self.rooms = damping, np.nan, []
+
+    def room(self) -> Tensor:
+        if len(self.rooms) < 2:  # two in turn: z lies in the other one
+            self.rooms.append(self.layout.empty(2))
+        else:
+            self.rooms.reverse()
+        return self.rooms[-1]
+
+    def propose(self, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> list[Tensor]:
+        self.before, self.r = self.r, r
+        if self.damping == 1:
+            self.z = self.fz
+            return self.branches
+        self.z = torch.lerp(self.z, self.fz, self.damping)
+        return self.layout.unpack(self.z)
+
+    def guess(self) -> np.ndarray:
+        return self.r * np.minimum(self.r / self.before, 1)
+
+
+class _SafeStep(_FlatStep):
+    """What Anderson and Broyden share: the safeguard decides before each step."""
+
+    def __init__(self, layout: Layout, target: Target, patience: int):
+        super().__init__(layout)
+        self.target, self.guard = target, Safeguard(patience)
+
     def propose(self, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> list[Tensor]:
         accept, accelerate = self.guard.update(r, size, self.target(size))
         self.z = self.step(accept, accelerate & active, active)
@@ -234,11 +242,8 @@ class _FlatStep:
     def guess(self) -> np.ndarray:
         return self.guard.guess()
 
-    def moved(self, z: list[Tensor]) -> None:
-        self.z = self.layout.pack(z, self.layout.empty())
 
-
-class AndersonStep(_FlatStep):
+class AndersonStep(_SafeStep):
     """z <- sum alpha_i (z_i + beta g_i) over the last m evaluations, under the safeguard."""
 
     def __init__(self, layout: Layout, target: Target, m: int, ridge: float, beta: float):
@@ -273,7 +278,7 @@ class AndersonStep(_FlatStep):
         return out
 
 
-class BroydenStep(_FlatStep):
+class BroydenStep(_SafeStep):
     """Good Broyden on g(z) = f(z) - z, under the safeguard: inverse Jacobian H = -I + sum u_i v_i^T, forgotten after m
     updates. z <- z_a - H g_a = f(z_a) - sum u_i (v_i . g_a) from the anchor z_a."""
 

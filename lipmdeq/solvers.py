@@ -166,10 +166,13 @@ class Picard(Solver):
             need, bound = self._count(None, None)
         while calls.nfe < self.max_iter and need != 0:
             fz = calls(z)
-            step = PicardStep(Layout(fz), self.damping)
             if need is None:
-                need, bound = self._count(*step.measure(z, fz))
-            z = step.between(z, fz)
+                need, bound = self._count(*PicardStep(Layout(fz)).measure(z, fz))
+            z = (
+                fz
+                if self.damping == 1
+                else [torch.lerp(a.to(b.dtype), b, self.damping) for a, b in zip(z, fz, strict=True)]
+            )
             need = need and need - 1
         finite = torch.stack([t.isfinite().flatten(1).all(1) for t in z]).all(0).cpu().numpy()
         status = np.where(finite, 0 if need == 0 else 1, 3)

@@ -113,6 +113,7 @@ class Track:
         self.best, self.steps = np.full(b, np.inf), np.zeros(b, int)
         self.kept = np.zeros(b, bool)  # the best evaluation is in `saved`, not the last one
         self.saved, self.calm = None, solver.stop == "worst"
+        self.rounding = 8 * torch.finfo(layout.dtype).eps
 
     def observe(self, r: np.ndarray, size: np.ndarray, here: Evaluation, before: Evaluation) -> None:
         """Record one evaluation, here = (z, f(z)), with ||f(z)-z|| and ||f(z)|| (B,); before is the previous one."""
@@ -126,7 +127,8 @@ class Track:
         if self.stopped:
             value = np.where(active, value, self.history[-1])
         self.history.append(value)
-        better = value < self.best
+        # Below the rounding level of the state all evaluations are equally good: the last one is kept.
+        better = value < np.maximum(self.best, self.rounding * (1.0 if s.relative else size))
         if self.calm and better.all() and value.min() >= s.tol and r.max() <= self.ceiling:
             self.best = value  # all samples active and better, none done: the usual case, kept short
             return
