@@ -171,7 +171,7 @@ def page(title: str, slides: str, footer: str) -> str:
 def index(book: Book, decks: list[Deck]) -> str:
     """The page that lists all decks."""
     rows = "\n".join(
-        f'<li value="{int(deck.name[:2])}"><a href="{deck.name}.html">{deck.title}</a> <small>{len(deck.slides) + 3} slides</small></li>'
+        f'<li value="{int(deck.name[:2])}"><a href="{deck.name}.html">{deck.title}</a>, {len(deck.slides) + 3} slides</li>'
         for deck in decks
     )
     style = (HERE / "slides.css").read_text("utf8")
