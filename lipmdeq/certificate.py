@@ -265,7 +265,7 @@ class Certificate:
                 ("‖J‖₂ measured", f"{self.measured_norm:.4g}", "lower bound"),
                 ("‖D J D⁻¹‖₂ measured", f"{self.measured_norm_D:.4g}", "lower bound"),
                 ("spectral radius at z*", f"{self.spectral_radius:.4g}", "estimate"),
-                (f"Picard steps to {self.tolerance:g}", str(self.observed_steps), "observed"),
+                (f"evaluations of f to {self.tolerance:g}", str(self.observed_steps), "observed"),
                 ("slack (spectral / measured)", f"{self.slack:.3g}", ""),
             ]
         return rows
