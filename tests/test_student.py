@@ -1,5 +1,7 @@
 """The student edition (tools/student.py): complete, without solutions, runnable; and the graders of the lessons."""
 
+import ast
+import builtins
 import json
 import math
 import re
@@ -78,6 +80,24 @@ def test_solutions_are_recognised():
     found = {name: solutions(name) for name in BOOK.names}
     assert any("np.ceil(np.log(target)" in line for line in found["01_banach"])
     assert sum(map(len, found.values())) > 120
+
+
+@pytest.mark.parametrize("name", BOOK.names)
+def test_no_cell_needs_a_name_of_a_solution(edition, name):
+    """Cheaper than running all lessons: every name that a cell reads is bound by some cell that is still there."""
+    notebook = nbformat.read(edition / "notebooks" / f"{name}.ipynb", as_version=4)
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    read, bound = set(), set(dir(builtins))
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Name):
+            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add(node.asname or node.name.split(".")[0])
+    assert not read - bound
 
 
 def test_one_lesson_runs_and_its_attempts_are_answered(edition):
