@@ -12,6 +12,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
 # What is wrong, what it becomes, and whether every page has it
+DONE = '<nav aria-label="Start">'
 REPAIRS = [
     (
         re.compile(r'(<button class="btn search-button-field[^>]*?) title="Search" aria-label="Search"'),
@@ -19,7 +20,7 @@ REPAIRS = [
         True,
     ),
     (re.compile(r'(<i class="theme-switch [^>]*?)\s+title="[^"]*"'), r"\1", True),
-    (re.compile(r'<a class="navbar-brand logo".*?</a>', re.S), r'<nav aria-label="Start">\g<0></nav>', True),
+    (re.compile(r'<a class="navbar-brand logo".*?</a>', re.S), rf"{DONE}\g<0></nav>", True),
     (re.compile(r'<summary aria-label="Toggle hidden content">'), "<summary>", False),
     (re.compile(r'<summary>(<span class="toctree-toggle")'), r'<summary aria-label="Pages below">\1', False),
 ]
@@ -40,7 +41,7 @@ def finish(app: Sphinx, exception: Exception | None) -> None:
     if exception is None and app.builder.format == "html":
         for page in Path(app.outdir).rglob("*.html"):
             text = page.read_text("utf8")
-            if "bd-sidebar-primary" in text:
+            if "bd-sidebar-primary" in text and DONE not in text:
                 page.write_text(repaired(text, page.name), "utf8")
 
 
