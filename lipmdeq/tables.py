@@ -129,7 +129,7 @@ class Table:
                 r["certificate"]["measured_norm"] for r in row.records if r["certificate"]["measured_norm"]
             )
             verdict = "L < 1 proved" if row.certified else UNPROVED if row.records else MISSING
-            closed = _few(over_seeds([promised(row.config)]))
+            closed = f"{promised(row.config):.4g}".replace("inf", "∞")
             cells = [_few(row.value(key)) for key in PROVED]
             body.append([row.title, closed, *cells, _few(norms), verdict])
         return Grid(head, body)
