@@ -1,6 +1,6 @@
 # Everything starts here: `make` lists the targets. Nothing has to be installed or activated beforehand.
 .DEFAULT_GOAL := help
-.PHONY: help setup book test lint outputs address picture data bench reproduce student slides lab clean
+.PHONY: help setup book pdf test lint outputs address picture data bench reproduce student slides lab clean
 
 PY := .venv/bin/python
 CORES ?= 2
@@ -26,6 +26,9 @@ setup: ## make .venv and install the tested versions (every target does this by 
 book: setup ## execute the notebooks and build the book
 	@tools/book.sh
 
+pdf: setup ## print the whole book into _build/pdf/book.pdf (needs Chromium; builds the book if need be)
+	$(PY) tools/pdf.py
+
 test: setup ## run the tests, then every notebook against its stored outputs
 	$(PY) -m pytest tests/
 	$(PY) -m pytest --nbval -p no:cacheprovider notebooks/
@@ -49,6 +52,8 @@ data: setup ## fetch the larger data sets into data/ (the default one needs no d
 bench: setup ## measure speed and memory as ratios (about 20 minutes; needs a quiet machine)
 	$(PY) -m benchmarks --preset cpu
 	$(PY) -m benchmarks --preset paper-cifar10
+	@if [ -e runs/cpu/table1/mdeq/seed0/record.json ]; then $(PY) -m benchmarks.trained; \
+	else echo "No trained models in runs/: their times are not measured (make reproduce trains them)."; fi
 
 reproduce: setup ## run what is missing of the paper's tables and figures
 	$(PY) -m snakemake --cores $(CORES)
