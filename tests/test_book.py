@@ -17,6 +17,7 @@ sys.path[:0] = [str(ROOT / "book" / "_ext"), str(ROOT / "tools")]
 import address  # noqa: E402
 import api  # noqa: E402
 import facts  # noqa: E402
+import pdf  # noqa: E402
 import repository  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -172,3 +173,49 @@ def test_a_page_says_when_it_was_executed_and_with_what():
 @pytest.mark.parametrize("words, said", [(3, "1 minute to read."), (640, "3 minutes to read.")])
 def test_prose_says_how_long_it_takes(words, said):
     assert facts.reading_time("word " * words) == said
+
+
+# ---- the book on paper
+
+
+@pytest.mark.parametrize(
+    "href, becomes",
+    [
+        ("#lem:gn", "#notebooks-05--lem:gn"),
+        ("06.html", "#notebooks-06"),
+        ("../book/intro.html#fig", "#book-intro--fig"),
+        ("../_modules/x.html", ""),
+        ("https://example.org/a", "https://example.org/a"),
+    ],
+)
+def test_links_stay_inside_the_single_file(href, becomes):
+    known = {"notebooks/05", "notebooks/06", "book/intro", "book/api/bounds"}
+    assert pdf.link(href, "notebooks/05", known) == becomes
+    assert pdf.link("../../notebooks/05.html#a", "book/api/bounds", known) == "#notebooks-05--a"
+
+
+def test_every_page_is_printed_once():
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
+    printed = [page for _, names in pdf.parts(toc) for page in names]
+    assert printed == pdf.pages(toc) and len(printed) == len(set(printed))
+
+
+def test_page_numbers_are_read_from_a_pdf():
+    text = b"""%PDF-1.4
+1 0 obj
+<</Type /Catalog /Pages 2 0 R /Dests 6 0 R>>
+endobj
+2 0 obj
+<</Type /Pages /Kids [3 0 R 4 0 R]>>
+endobj
+3 0 obj
+<</Type /Page>>
+endobj
+4 0 obj
+<</Type /Page>>
+endobj
+6 0 obj
+<</book-intro [4 0 R /XYZ 0 700 0] /a--eq#3Ax [3 0 R /XYZ 0 1 0]>>
+endobj
+"""
+    assert pdf.first_pages(text) == {"book-intro": 2, "a--eq:x": 1}
