@@ -283,3 +283,18 @@ def test_graph_runs_what_is_missing_and_no_more(tmp_path):
     path.write_text(json.dumps({"parameters": cfg.changed(lr=0.5).to_dict()}))
     done = graph(tmp_path, *only)
     assert done.returncode != 0 and "was made with lr = 0.5" in done.stdout + done.stderr
+
+
+def test_best_is_the_winner_on_validation_images():
+    """configs/cpu/beyond/best.yaml is the setting of the frontier with the highest validation accuracy, judged on test images."""
+    accuracy = {}
+    for path in (ROOT / "configs" / "cpu" / "beyond").glob("f*.yaml"):
+        record = json.loads(
+            (ROOT / "results" / "cpu" / "beyond" / path.stem / "seed0.json").read_text("utf8")
+        )
+        assert record["result"]["split"] == "val"
+        accuracy[path.stem] = record["result"]["accuracy"]
+    winner = read("cpu", "beyond", max(accuracy, key=accuracy.get)).identity()
+    best = read("cpu", "beyond", "best").identity()
+    assert {k for k in best if best[k] != winner[k]} == {"eval_split", "val_images"}
+    assert best["eval_split"] == "test"
