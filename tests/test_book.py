@@ -16,6 +16,7 @@ sys.path[:0] = [str(ROOT / "book" / "_ext"), str(ROOT / "tools")]
 
 import address  # noqa: E402
 import api  # noqa: E402
+import check_book  # noqa: E402
 import facts  # noqa: E402
 import pdf  # noqa: E402
 import repository  # noqa: E402
@@ -219,3 +220,24 @@ endobj
 endobj
 """
     assert pdf.first_pages(text) == {"book-intro": 2, "a--eq:x": 1}
+
+
+# ---- the check after a build
+
+
+def test_the_check_finds_dead_links_other_hosts_and_heavy_pages(tmp_path):
+    (tmp_path / "_static" / "mathjax").mkdir(parents=True)
+    (tmp_path / "big.svg").write_bytes(b"x" * (check_book.HEAVIEST + 1))
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top">A</h1><a class="x" href="b.html#here">b</a><a href="b.html#gone">b</a><a href="c.html">c</a>'
+        '<a href="https://example.org">e</a><img alt="" src="big.svg"><script src="https://example.org/x.js"></script>'
+    )
+    (tmp_path / "b.html").write_text('<h1 id="here">B</h1><a href="a.html#top">a</a>')
+    found = check_book.page_faults(tmp_path, ["a", "b"])
+    assert sorted(fault.split(": ", 1)[1] for fault in found) == [
+        "a link to b.html#gone, but there is no gone",
+        "a link to c.html, which does not exist",
+        "asks another host for https://example.org/x.js",
+        "weighs 3.0 MB, more than 3 MB",
+    ]
+    assert all(fault.startswith("a: ") for fault in found)
