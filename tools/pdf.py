@@ -24,6 +24,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 NOT_PRINTED = "a.headerlink, .viewcode-link, script, button, .prev-next-footer, noscript, .lip-app"
 
+STYLE = re.compile(r'<link[^>]* href="[./]*_static/([^"?]+\.css)')
 FILL_IN = """numbers => document.querySelectorAll(".chapters a").forEach(
     link => link.querySelector("b").textContent = numbers[link.getAttribute("href").slice(1)] ?? "")"""
 
@@ -58,10 +59,16 @@ def article(html: Path, page: str, known: set[str]) -> Tag:
     text = (html / f"{page}.html").read_text("utf8")
     start = text.index('<article class="bd-article"')
     found = BeautifulSoup(text[start : text.index("</article>", start) + 10], "html.parser").article
+    for node in found.select(".lip-app"):
+        node.insert_after(
+            BeautifulSoup(f"<p><i>Interactive: open {page}.html of the built book.</i></p>", "html.parser")
+        )
     for node in found.select(NOT_PRINTED):
         node.decompose()
     for node in found.find_all("details"):
         node["open"] = ""
+    for node in found.select("td code"):  # long names may break after a dot or an underscore
+        node.string = re.sub(r"(::|[._])", "\\1\u200b", node.get_text())
     for node in found.find_all(True):
         if "id" in node.attrs:
             node["id"] = f"{slug(page)}--{node['id']}"
@@ -96,7 +103,8 @@ def assemble(html: Path) -> str:
             body += f'<section class="chapter" id="{slug(name)}">{part}{chapter}</section>\n'
     source = (html / f"{toc['root']}.html").read_text("utf8")
     static = (html / "_static").as_uri()
-    styles = re.findall(r'<link[^>]* href="[./]*_static/([^"?]+\.css)', source)
+    found = [re.findall(STYLE, (html / f"{name}.html").read_text("utf8")) for name in sorted(known)]
+    styles = dict.fromkeys(re.findall(STYLE, source) + sum(found, []))  # some pages have their own
     mathjax = re.search(r"<script>window\.MathJax = .*?</script>", source)[0]
     mathjax = mathjax.replace(
         ', "a11y/assistive-mml"', ""

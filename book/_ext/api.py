@@ -100,7 +100,7 @@ def add_lessons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines
     """
     if what == "property":
         lines[:] = (inspect.getdoc(obj) or "").splitlines()
-    lines[:] = [SEVERAL.sub(lambda m: ":ivar " + m[1].replace(", ", ",\u00a0") + ":", line) for line in lines]
+    lines[:] = [SEVERAL.sub(lambda m: ":ivar " + m[1].replace(" ", "") + ":", line) for line in lines]
     text = LITERAL_OR_BAR.sub(lambda match: "\\|" if match[0] == "|" else match[0], "\n".join(lines))
     pages = {page.removeprefix("notebooks/") for page in app.env.found_docs if page.startswith("notebooks/")}
     where = [
