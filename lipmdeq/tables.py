@@ -75,14 +75,17 @@ class Table:
         if not (a.records and b.records):
             return f"{a.title} against {b.title}: {MISSING}."
         x, y = a.value("accuracy"), b.value("accuracy")
-        seeds = f"{x.seeds} and {y.seeds} seed(s)"
+        seeds = "one seed each" if x.seeds == y.seeds == 1 else f"{x.seeds} and {y.seeds} seeds"
         gap, spread = x.mean - y.mean, self.spread()
         if abs(gap) <= spread:
             verdict = f"no difference that stands out from a spread of {spread:.1f} points"
         else:
-            side = "above" if gap > 0 else "below"
-            verdict = f"{abs(gap):.1f} points {side}, more than the spread of {spread:.1f}"
-        return f"{a.title} {x.mean:.1f} %, {b.title} {y.mean:.1f} % ({seeds}): {verdict}."
+            known = any(len(row.records) > 1 for row in self.done)
+            than = "the spread of" if known else "the test images explain (seeds are not repeated yet),"
+            verdict = (
+                f"{abs(gap):.1f} points {'above' if gap > 0 else 'below'}, more than {than} {spread:.1f}"
+            )
+        return f"{a.title}: {x.mean:.1f} %. {b.title}: {y.mean:.1f} % ({seeds}). {verdict.capitalize()}."
 
     @property
     def scale(self) -> str:
@@ -93,7 +96,7 @@ class Table:
         seen = {key: sorted({str(get(r)) for r in records}) for key, get in SCALE.items()}
         images, data, size, epochs, weights, threads, seeds = (", ".join(v) for v in seen.values())
         cpu = "one CPU thread" if threads == "1" else f"{threads} CPU threads"
-        return f"{images} images of {data} at {size}×{size}, {epochs} epochs, {weights}M weights, {cpu}, seed(s) {seeds}"
+        return f"{images} images of {data} at {size}×{size}, {epochs} epochs, {weights}M weights, {cpu}, seeds {seeds}"
 
     @property
     def command(self) -> str:
