@@ -18,10 +18,11 @@ Target = Callable[[np.ndarray], np.ndarray]
 class Layout:
     """Branches (B, ...) <-> one tensor (B, D), in the memory order of the branches (no permuting copies).
 
-    The work dtype is float32 at least, so that residuals of bfloat16 states are formed and measured in float32.
+    The work dtype is float32 at least, so that residuals of bfloat16 states are formed and measured in float32;
+    `dtype` sets it.
     """
 
-    def __init__(self, branches: list[Tensor]):
+    def __init__(self, branches: list[Tensor], dtype: torch.dtype | None = None):
         self.b, self.shapes, self.dtypes = (
             len(branches[0]),
             [t.shape for t in branches],
@@ -33,7 +34,7 @@ class Layout:
             t.contiguous(memory_format=m).stride() for t, m in zip(branches, self.formats, strict=True)
         ]
         self.sizes = [t[0].numel() for t in branches]
-        self.dtype, self.device = work_dtype(*self.dtypes), branches[0].device
+        self.dtype, self.device = dtype or work_dtype(*self.dtypes), branches[0].device
 
     def empty(self, *lead: int) -> Tensor:
         return torch.empty((*lead, self.b, sum(self.sizes)), dtype=self.dtype, device=self.device)

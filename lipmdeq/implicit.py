@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lipmdeq.acceleration import work_dtype
-from lipmdeq.solvers import Anderson, Picard, Solution, Solver
+from lipmdeq.solvers import Anderson, ConvergenceError, Picard, Solution, Solver
 from lipmdeq.tracking import Map, State, require, whole
 
 
@@ -150,7 +150,7 @@ def deq(
         isinstance(adjoint, _RULES), "adjoint", adjoint, "one of " + ", ".join(r.__name__ for r in _RULES)
     )
     if isinstance(adjoint, Unrolled):
-        return _unroll(f, z0, adjoint.k, solver)
+        return _unroll(f, z0, adjoint.k, solver, throw)
     if not torch.is_grad_enabled():
         solution = solver.solve(f, z0, throw=throw)
         solution.z_in = None
@@ -206,7 +206,7 @@ def _phantom(f: Map, z: State, rule: Phantom, solution: Solution) -> State:
     return _same(zs, z)
 
 
-def _unroll(f: Map, z0: State, k: int, solver: Solver) -> tuple[State, Solution]:
+def _unroll(f: Map, z0: State, k: int, solver: Solver, throw: bool) -> tuple[State, Solution]:
     """k Picard steps with graph; residuals as a Picard solve sees them, convergence by the solver's tolerance."""
     last, grad = z0, torch.is_grad_enabled()
 
@@ -221,6 +221,8 @@ def _unroll(f: Map, z0: State, k: int, solver: Solver) -> tuple[State, Solution]
     trace.converged, trace.z, trace.z_in = ok, _same([t.detach() for t in _branches(last)], z0), None
     trace.reasons = ["converged" if o else r for o, r in zip(ok.tolist(), trace.reasons, strict=True)]
     trace.reason = next((r for r in ("nan", "max_iter") if r in trace.reasons), "converged")
+    if throw and trace.reason != "converged":
+        raise ConvergenceError(trace)
     return last, trace
 
 

@@ -25,6 +25,7 @@ from lipmdeq.tracking import (
     SolverWarning,
     State,
     Track,
+    number,
     require,
     whole,
 )
@@ -52,7 +53,8 @@ class Solver:
     stop: str = "worst"
 
     def __post_init__(self):
-        require(isinstance(self.tol, int | float) and self.tol >= 0, "tol", self.tol, ">= 0")
+        require(number(self.tol) and self.tol >= 0, "tol", self.tol, ">= 0")
+        require(isinstance(self.relative, bool), "relative", repr(self.relative), "True or False")
         require(whole(self.max_iter, 1), "max_iter", self.max_iter, "a whole number >= 1")
         require(self.stop in ("worst", "mean"), "stop", repr(self.stop), "'worst' or 'mean'")
 
@@ -78,21 +80,35 @@ class Solver:
             warnings.warn(text, SolverWarning, stacklevel=1)
         return solution
 
+    def forget(self) -> None:
+        """Forget how many evaluations the last solve took (a guess for the next one, see `_solve`)."""
+        self.__dict__.pop("_recent", None)
+
     def _target(self, size: np.ndarray) -> np.ndarray:
         return self.tol * size if self.relative else np.full_like(size, self.tol)
 
+    def _first(self, z: list[torch.Tensor], fz: list[torch.Tensor]) -> tuple:
+        """The proposals and the first measurement; in double precision where squares would leave the range of single."""
+        step = self._step(Layout(fz))
+        r, size = step.measure(z, fz)
+        if step.layout.dtype == torch.float32 and not ((size > 1e-12) & (size < 1e15) & (r < 1e15)).all():
+            step = self._step(Layout(fz, torch.float64))
+            r, size = step.measure(z, fz)
+        return step, (r, size)
+
     def _solve(self, calls: Calls, final: Map | None) -> Solution:
         z, before, held = calls.z0, (calls.z0, calls.z0), None
-        # How many evaluations this object's last solve took: a guess for this one, which affects cost only.
+        # How many evaluations this object's last solve took: a guess for this one. It decides which evaluation records a
+        # graph, so it affects cost, and rounding in the last digits: `forget` where runs must agree bit by bit.
         recent = getattr(self, "_recent", None)
         last = final is not None and 1 in (self.max_iter, recent)
         for k in range(self.max_iter):
             fz = calls(z, final if last else None)
             if k == 0:
-                layout = Layout(fz)
-                track, step = Track(self, layout), self._step(layout)
-                exact = _without_autocast(layout.device.type)
-            r, size = step.measure(z, fz)
+                step, (r, size) = self._first(z, fz)
+                track, exact = Track(self, step.layout), _without_autocast(step.layout.device.type)
+            else:
+                r, size = step.measure(z, fz)
             track.observe(r, size, (z, fz), before)
             if track.done or k == self.max_iter - 1:
                 break
@@ -128,8 +144,8 @@ class Picard(Solver):
 
     def __post_init__(self):
         super().__post_init__()
-        require(0 < self.damping <= 1, "damping", self.damping, "in (0, 1]")
-        require(self.L is None or 0 <= self.L < 1, "L", self.L, "in [0, 1), or None")
+        require(number(self.damping) and 0 < self.damping <= 1, "damping", self.damping, "in (0, 1]")
+        require(self.L is None or number(self.L) and 0 <= self.L < 1, "L", self.L, "in [0, 1), or None")
         require(self.L is None or self.tol > 0, "tol", self.tol, "> 0 if L is given")
 
     def _step(self, layout: Layout) -> PicardStep:
@@ -138,8 +154,8 @@ class Picard(Solver):
     def _solve(self, calls: Calls, final: Map | None) -> Solution:
         return super()._solve(calls, final) if self.L is None else self._a_priori(calls)
 
-    def _count(self, r0: np.ndarray | None, s0: np.ndarray | None) -> tuple[int | None, np.ndarray]:
-        """Smallest k at which every sample's residual is proved <= tol, and the bounds there (None: no proof).
+    def _count(self, r0: np.ndarray | None, s0: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Per sample, the smallest k at which the residual is proved <= tol, and the bound there (k = 0: no proof).
 
         With e = ||z_0 - z*||, q = 1 - damping (1 - L): ||z_k - z*|| <= q^k e, ||f(z_k) - z_k|| <= (1+L) q^k e, also
         <= q^k r_0, and ||f(z_k)|| >= ||z*|| - L q^k e. From z_0 = 0, e = ||z*|| (r0 is None). Else e <= r_0 / (1-L) and
@@ -152,34 +168,53 @@ class Picard(Solver):
             top, drop = r0, L * r0 / (1 - L)
             bottom = s0 - drop
         if not self.relative:
-            bottom, drop = np.ones_like(r0), np.zeros_like(r0)
-        if (bottom <= 0).any() or not np.isfinite(top).all():
-            return None, top
+            bottom, drop = np.ones_like(top), np.zeros_like(top)
+        proved = (bottom > 0) & np.isfinite(top)
         # top x <= tol (bottom - drop x) with x = q^k
-        x = (self.tol * bottom / (top + self.tol * drop)).min() if top.any() else 1.0
-        k = 1 if x >= 1 or q == 0 else math.ceil(math.log(x) / math.log(q) - 1e-9)
-        return max(k, 1), top * q**k / (bottom - drop * q**k)
+        x = np.where(proved & (top > 0), self.tol * bottom / (top + self.tol * drop), 1.0)
+        k = np.ceil(np.log(x) / math.log(q) - 1e-9) if q > 0 else np.ones_like(x)
+        k = np.where(proved, np.maximum(k, 1), 0).astype(int)
+        return k, top * q**k / (bottom - drop * q**k)
 
     def _a_priori(self, calls: Calls) -> Solution:
-        z, need = calls.z0, None
+        """Every sample stops after its own number of steps; one without a proof, or that leaves the numbers, spoils no other."""
+        z, b = calls.z0, len(calls.z0[0])
+        need, bound = (
+            np.zeros(b, int),
+            np.full(b, np.nan),
+        )  # evaluations of each sample, 0 while there is no proof
         if self.relative and not any(t.any() for t in z):
-            need, bound = self._count(None, None)
-        while calls.nfe < self.max_iter and need != 0:
+            need[:], bound[:] = self._count(None, None)
+        last = self.max_iter
+        while calls.nfe < last:
             fz = calls(z)
-            if need is None:
-                need, bound = self._count(*PicardStep(Layout(fz)).measure(z, fz))
-            z = (
-                fz
-                if self.damping == 1
-                else [torch.lerp(a.to(b.dtype), b, self.damping) for a, b in zip(z, fz, strict=True)]
-            )
-            need = need and need - 1
+            if not need.all():  # from here on, where there was no proof from an earlier point
+                k, found = self._count(*self._first(z, fz)[1])
+                fresh = (need == 0) & (k > 0)
+                need[fresh], bound[fresh] = k[fresh] + calls.nfe - 1, found[fresh]
+            last = min(self.max_iter, need.max()) if need.all() else self.max_iter
+            over = (need > 0) & (need < calls.nfe)
+            if self.damping < 1:
+                fz = [torch.lerp(p.to(t.dtype), t, self.damping) for p, t in zip(z, fz, strict=True)]
+            z = _rows(over, z, fz) if over.any() else fz
         finite = torch.stack([t.isfinite().flatten(1).all(1) for t in z]).all(0).cpu().numpy()
-        status = np.where(finite, 0 if need == 0 else 1, 3)
+        if not finite.all():
+            z = _rows(~finite, calls.z0, z)  # the last point that is known to be finite
+        done = (need > 0) & (need <= calls.nfe)
         track = Track(self, Layout(z))
-        track.history = [np.broadcast_to(bound if need == 0 else np.nan, finite.shape).copy()]
-        track.status, track.k = status, calls.nfe - 1
+        track.history = [np.where(done & finite, bound, np.nan)]
+        track.status, track.k = np.where(finite, np.where(done, 0, 1), 3), calls.nfe - 1
+        track.active, track.steps = ~done, np.minimum(need, calls.nfe)
         return track.solution(calls, z, z, False)
+
+
+def _rows(mask: np.ndarray, chosen: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
+    """States with the samples of mask from `chosen`, the rest from `others`."""
+    m = torch.from_numpy(mask).to(others[0].device)
+    return [
+        torch.where(m.view(-1, *[1] * (t.dim() - 1)), c.to(t.dtype), t)
+        for c, t in zip(chosen, others, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +233,8 @@ class Anderson(Solver):
     def __post_init__(self):
         super().__post_init__()
         require(whole(self.m, 2), "m", self.m, "a whole number >= 2")
-        require(self.ridge > 0, "ridge", self.ridge, "> 0")
-        require(0 < self.beta <= 1, "beta", self.beta, "in (0, 1]")
+        require(number(self.ridge) and self.ridge > 0, "ridge", self.ridge, "> 0")
+        require(number(self.beta) and 0 < self.beta <= 1, "beta", self.beta, "in (0, 1]")
 
     def _step(self, layout: Layout) -> AndersonStep:
         return AndersonStep(layout, self._target, self.m, self.ridge, self.beta)

@@ -3,6 +3,7 @@ and why (`Track`)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -77,6 +78,8 @@ class Calls:
             "one whole number >= 1, dim 0 of every branch",
         )
         self.shapes = [t.shape for t in self.z0]
+        kinds = [str(t.dtype) for t in self.z0 if not t.is_floating_point()]
+        require(not kinds, "dtype of z0", ", ".join(kinds), "a floating-point type")
 
     def pack(self, z: list[Tensor]) -> State:
         return z[0] if self.single else z
@@ -184,6 +187,11 @@ class Track:
             z_in=calls.pack(z_in),
             final_used=final_used,
         )
+
+
+def number(value) -> bool:
+    """A finite number, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def whole(value, least: int) -> bool:

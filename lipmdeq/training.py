@@ -192,7 +192,8 @@ class Run:
         records.save_checkpoint(self.file, state)
 
     def _forget(self) -> None:
-        """What the constraints remember is not saved, so nobody may know it after a checkpoint."""
+        """What constraints and solver remember is not saved, so nobody may know it after a checkpoint."""
+        self.model.solver.forget()
         for module in self.model.f.modules():
             if isinstance(module, Conv):
                 module._guard = None

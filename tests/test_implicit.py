@@ -496,3 +496,8 @@ def test_unknown_keywords_raise():
         deq(torch.cos, torch.zeros(1, 1), tol=1e-3)
     with pytest.raises(TypeError):
         Phantom(5, lamda=0.5)
+
+
+def test_unrolled_can_throw():
+    with pytest.raises(ConvergenceError, match="max_iter"):
+        deq(torch.cos, torch.zeros(2, 3), adjoint=Unrolled(2), solver=Anderson(tol=1e-10), throw=True)

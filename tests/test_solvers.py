@@ -447,6 +447,15 @@ def test_warns_once_per_process():
         (lambda: Anderson(beta=2), r"beta = 2: must be in \(0, 1\]"),
         (lambda: Picard(damping=0), r"damping = 0: must be in \(0, 1\]"),
         (lambda: Picard(L=1), r"L = 1: must be in \[0, 1\), or None"),
+        (lambda: Picard(L="a"), r"L = a: must be in \[0, 1\), or None"),
+        (lambda: Picard(damping="1"), r"damping = 1: must be in \(0, 1\]"),
+        (lambda: Anderson(tol=True), r"tol = True: must be >= 0"),
+        (lambda: Anderson(tol=float("inf")), r"tol = inf: must be >= 0"),
+        (lambda: Anderson(relative="no"), r"relative = 'no': must be True or False"),
+        (
+            lambda: Picard().solve(torch.cos, torch.zeros(2, 3, dtype=torch.long)),
+            r"dtype of z0 = torch.int64",
+        ),
         (lambda: Broyden(m=0.5), r"m = 0.5: must be a whole number >= 1"),
         (lambda: Broyden(stop="best"), r"stop = 'best': must be 'worst' or 'mean'"),
         (lambda: Picard().solve(lambda z: z[:, :1], torch.zeros(2, 3)), r"shapes of f\(z\) = "),
@@ -572,3 +581,46 @@ def test_final_evaluation_reproduces_the_result(solver):
         assert s.nfe == plain.nfe and s.z.equal(plain.z) and f(s.z_in).equal(s.z)
         assert last[-1].equal(s.z) if s.final_used else True
     assert cap == 4 and solver(tol=1e-3).solve(f, z0, final=f).final_used
+
+
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_known_constant_a_broken_sample_spoils_no_other(relative, start):
+    f, z0, star = affine(20, 0.5)
+    bad = lambda z: torch.where(torch.arange(4)[:, None] == 2, float("nan"), f(z))  # noqa: E731
+    solver = Picard(tol=1e-6, L=0.5, relative=relative, max_iter=80)
+    good, broken = solver.solve(f, z0 + start), solver.solve(bad, z0 + start)
+    others = [0, 1, 3]
+    assert broken.converged.tolist() == [True, True, False, True] and broken.reasons[2] == "nan"
+    assert torch.equal(broken.z[others], good.z[others]) and torch.equal(
+        broken.steps[others], good.steps[others]
+    )
+    assert torch.isfinite(broken.z).all()  # the broken one returns to a point that is known
+    alone = solver.solve(lambda z: f(torch.cat([z, star[1:]]))[:1], z0[:1] + start)
+    assert torch.equal(alone.z[0], good.z[0]) and alone.nfe == good.steps[0]
+
+
+@pytest.mark.parametrize("solver", ALL)
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-15, 1e15, 1e22, 1e30])
+def test_scale_of_single_precision_states(solver, scale):
+    """Squares of such numbers leave the range of float32; residuals must not."""
+    torch.manual_seed(0)
+    A = torch.randn(3, 6, 6)
+    A = 0.5 * A / torch.linalg.matrix_norm(A, 2)[:, None, None]
+    b = scale * torch.randn(3, 6)
+    f = lambda z: torch.einsum("bij,bj->bi", A, z) + b  # noqa: E731
+    s = solver(tol=1e-5, max_iter=60).solve(f, torch.zeros(3, 6))
+    assert s.reason == "converged"
+    z = s.z.double()
+    true = (torch.einsum("bij,bj->bi", A.double(), z) + b.double() - z).norm(dim=1) / z.norm(dim=1)
+    assert (true < 2e-5).all()
+
+
+def test_the_guess_can_be_forgotten():
+    solver = Anderson()
+    f, z0, _ = affine(5, 0.5)
+    solver.solve(f, z0, final=f)
+    assert "_recent" in vars(solver)
+    solver.forget()
+    assert "_recent" not in vars(solver)
+    solver.forget()
