@@ -64,7 +64,7 @@ def _number(record: dict, key: str) -> float | None:
         value = record["certificate"][mode][reading]
         return math.inf if value is None else value
     value = record["result"][key]
-    return 100 * value if value is not None and key in ("accuracy", "top5") else value
+    return 100 * value if isinstance(value, int | float) and key in ("accuracy", "top5") else value
 
 
 @dataclass
@@ -143,7 +143,8 @@ def _read(path: Path, config: RunConfig) -> dict:
     record = read_record(path)
     try:
         for key in (*PROVED, *list(HEADS)[:5]):
-            _number(record, key)
+            if not isinstance(value := _number(record, key), int | float | None):
+                raise RunError(f"{path}: {key} = {value!r}: must be a number or null")
         for get in SCALE.values():
             get(record)
     except (KeyError, TypeError) as e:

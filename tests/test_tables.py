@@ -199,6 +199,7 @@ def test_bad_records_are_named(root):
         ({"result": {}}, "is not a record of a finished run"),
         ({"certificate": None}, "is not a record of a finished run"),
         ({"format": 9}, "has format 9"),
+        ({"result": {**content["result"], "accuracy": "x"}}, "accuracy = 'x': must be a number"),
         ({"parameters": {**content["parameters"], "lr": 0.5}}, "was made with lr = 0.5, but"),
     ):
         path.write_text(json.dumps({**content, **change}))

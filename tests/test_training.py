@@ -208,6 +208,33 @@ def test_stopped_while_writing_keeps_the_old_checkpoint(tmp_path, monkeypatch, u
     assert train(cfg, log=None)["weights_sha256"] == undisturbed.record["weights_sha256"]
 
 
+def test_resumed_where_the_number_of_evaluations_changes(tmp_path, monkeypatch):
+    """What the solver learnt from its last solve must not reach over a checkpoint: it decides where rounding happens."""
+    cfg = tiny(a=1.0, c=2.0, n=3, lr=2e-2, tol=1e-4, epochs=1, train_images=128, checkpoint_every=1)
+    step, taken = Run._one_step, []
+
+    def one_step(self, *args):
+        step(self, *args)
+        taken.append(vars(self.model.solver)["_recent"])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_one_step", one_step)
+        plain = train(cfg, log=None)
+    rise = next(k for k in range(1, len(taken)) if taken[k] != taken[k - 1])  # else the case is not hard
+    cfg, done = cfg.changed(out=str(tmp_path)), [0]
+
+    def stopped(self, *args):
+        if done[0] == rise:
+            raise Killed
+        done[0] += 1
+        step(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Run, "_one_step", stopped)
+        train(cfg, log=None)
+    assert train(cfg, log=None)["weights_sha256"] == plain["weights_sha256"]
+
+
 def test_kill_9_at_random_moments(tmp_path):
     cfg = tiny(epochs=6, out=str(tmp_path / "killed"), checkpoint_every=1)
     words = [w for k, v in cfg.unlike_default().items() for w in ("-p", k, str(v))]
