@@ -5,8 +5,6 @@ variable LIPMDEQ_REQUIRE_BROWSER is set, as it is in `.ci/run` after the book is
 """
 
 import hashlib
-import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -34,13 +32,6 @@ LOOKS = [(name, "light", 1280) for name in ("book/intro", LESSON, "book/explorer
 LOOKS += [(name, "light", 1280) for name in PAGES if "quiz" in name][:1]
 LOOKS += [(LESSON, "dark", 1280), (LESSON, "light", 390)]
 HEAVIEST = 3_000_000  # bytes that one page may load, uncompressed
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 # A letter or number whose glyph is not in MathJax's font is drawn as an empty group.
 INVISIBLE_LETTERS = """() => [...document.querySelectorAll("mjx-container")].flatMap(box => {
     const tokens = kind => [...box.querySelectorAll(`math ${kind}`)];
@@ -51,28 +42,14 @@ INVISIBLE_LETTERS = """() => [...document.querySelectorAll("mjx-container")].fla
 pytestmark = pytest.mark.browser
 
 
-def give_up(reason: str) -> None:
-    if os.environ.get("LIPMDEQ_REQUIRE_BROWSER"):
-        pytest.fail(f"required here: {reason}")
-    pytest.skip(reason)
-
-
 @pytest.fixture(scope="module")
-def browser():
-    names = ("chromium", "chromium-browser", "google-chrome")
-    chromium = next((found for found in map(shutil.which, names) if found), None)
-    if chromium is None:
-        give_up("no Chromium on this machine (Debian, Ubuntu: apt-get install chromium)")
+def browser(browser, give_up):
+    """Chromium, if there is a current book to look at."""
     if not HTML.is_dir():
         give_up("the book is not built (make book)")
     if found := faults():
         give_up(f"the built book is not the current one (make book): {found[0]}")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield started
-        started.close()
+    return browser
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ the reason, where there is no Chromium; a failure instead if LIPMDEQ_REQUIRE_BRO
 """
 
 import math
-import os
 import random
 import re
 import shutil
@@ -16,13 +15,6 @@ import pytest
 from lipmdeq.bounds import ABLATIONS, READINGS, LipschitzSpec, feasible, steps
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 FIELDS = ("a", "c", "gamma", "alpha1", "alpha2", "n", "p")
 pytestmark = pytest.mark.browser
 
@@ -44,20 +36,6 @@ def folder(tmp_path_factory) -> Path:
     for name in ("explorer", "player"):
         (root / "book" / f"{name}.html").write_text(harness(name), "utf8")
     return root / "book"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    names = ("chromium", "chromium-browser", "google-chrome")
-    chromium = next((found for found in map(shutil.which, names) if found), None)
-    if chromium is None:
-        reason = "no Chromium on this machine (Debian, Ubuntu: apt-get install chromium)"
-        (pytest.fail if os.environ.get("LIPMDEQ_REQUIRE_BROWSER") else pytest.skip)(reason)
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield started
-        started.close()
 
 
 @pytest.fixture

@@ -4,9 +4,7 @@ The browser part is skipped, with the reason, where there is no Chromium; a fail
 is set.
 """
 
-import os
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from portable import Book  # noqa: E402
 
 CORE = ["01_banach", "02_deq", "04_backward", "05_normalisation", "07_convolution", "09_composition"]
 CORE += ["10_bound", "11_certificate"]
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +74,6 @@ def test_a_misspelt_key_is_refused(tmp_path):
     deck.write_text(yaml.safe_dump([{"title": "x", "shows": []}]))
     with pytest.raises(ValueError, match="shows"):
         slides.Deck(Book(), deck).html()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    names = ("chromium", "chromium-browser", "google-chrome")
-    chromium = next((found for found in map(shutil.which, names) if found), None)
-    if chromium is None:
-        reason = "no Chromium on this machine (Debian, Ubuntu: apt-get install chromium)"
-        (pytest.fail if os.environ.get("LIPMDEQ_REQUIRE_BROWSER") else pytest.skip)(reason)
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield started
-        started.close()
 
 
 @pytest.fixture
