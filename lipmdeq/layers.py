@@ -272,7 +272,7 @@ def add_up2(z: Tensor, low: Tensor) -> Tensor:
     """z + Up_2(low) without storing the up-sampled map; (B, C, H, W) and (B, C, H/2, W/2).
 
     In ``channels_last`` the columns of low are doubled by a concatenation of channels; two rows of z then lie behind each
-    row of it, and the addition runs over whole rows (five times faster than over pixels, its gradient nine times).
+    row of it, and the addition runs over whole rows (its inner loops are long, also in the gradient).
     """
     b, c, h, w = z.shape
     rows = z.permute(0, 2, 3, 1)
