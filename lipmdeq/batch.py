@@ -76,7 +76,8 @@ def equilibrium(m: nn.Module, x: Tensor, autocast: Autocast = nullcontext, pair:
         with autocast():
             return [t.to(wide) for t in m.f(z, u, masks)]
 
-    return deq(f, m.z0(u.to(wide)), solver=m.solver, adjoint=m.adjoint, pair=pair)
+    inputs = [u, *m.f.parameters()]
+    return deq(f, m.z0(u.to(wide)), solver=m.solver, adjoint=m.adjoint, inputs=inputs, pair=pair)
 
 
 class Batch(nn.Module):

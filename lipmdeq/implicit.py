@@ -5,13 +5,17 @@ the solver's z, and the ordinary graph behind it reaches every parameter and eve
 included). A gradient rule is an object that only says which cotangent enters that graph: the exact one is
 x = g (I - J)^(-1), the fixed point of x = x J + g (the map T of the paper), J = df/dz at z*.
 
+The last product x J of that solve and the gradient x df/dtheta walk through the same graph. Where `deq` is told the
+`inputs` of f, one walk gives both: the solve then costs one product less, and the gradient is taken at the very x whose
+residual was measured.
+
 No hooks, no state in modules, no reference cycles: the graph dies with the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -44,10 +48,13 @@ class Implicit:
 
     def __post_init__(self):
         require(isinstance(self.solver, Solver), "solver", self.solver, "a solver, e.g. Anderson()")
+        # Its own copy: a solver remembers how long its last solve took, and the forward one may be the same object.
+        object.__setattr__(self, "solver", replace(self.solver))
 
-    def adjoint(self, product: Map, g: list[Tensor]) -> Solution:
-        """product: x -> x J on lists of branches. Returns the Solution whose z is the cotangent."""
-        return self.solver.solve(lambda x: _add(product(x), g), g)
+    def adjoint(self, product: Map, g: list[Tensor], final: Map | None = None) -> Solution:
+        """The Solution whose z is the cotangent; product: x -> x J on lists of branches, final: the same, for the last one."""
+        last = None if final is None else lambda x: _add(final(x), g)
+        return self.solver.solve(lambda x: _add(product(x), g), g, final=last)
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Neumann:
     def __post_init__(self):
         require(whole(self.k, 1), "k", self.k, "a whole number >= 1")
 
-    def adjoint(self, product: Map, g: list[Tensor]) -> Solution | None:
+    def adjoint(self, product: Map, g: list[Tensor], final: Map | None = None) -> Solution:
         """As `Implicit.adjoint`, by k - 1 Picard steps without residuals."""
         x = g
         for _ in range(self.k - 1):
@@ -99,37 +106,83 @@ def _add(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Adjoint(torch.autograd.Function):
-    """Identity on f(z_in) whose backward replaces g by the cotangent of the rule."""
+    """Identity on f(z_in) whose backward replaces g by the cotangent of the rule, or gives the gradients of `inputs` at once."""
 
     @staticmethod
-    def forward(ctx, rule, solution, z_in, *fz):
+    def forward(ctx, rule, solution, z_in, branches, *tensors):
         # Plain attributes: f(z_in) is wanted with its graph, which hooks on saved tensors (checkpointing) would cut.
         # It is an input, so there is no cycle.
-        ctx.rule, ctx.solution, ctx.z_in, ctx.fz = rule, solution, z_in, fz
-        return tuple(t.detach() for t in fz)
+        ctx.rule, ctx.solution, ctx.z_in = rule, solution, z_in
+        ctx.fz, ctx.inputs = tensors[:branches], tensors[branches:]
+        return tuple(t.detach() for t in ctx.fz)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *g):
-        z_in = ctx.z_in
+        z_in, grads = ctx.z_in, ()
         live = [i for i, t in enumerate(ctx.fz) if t.requires_grad]
         fz = [ctx.fz[i] for i in live]
 
-        def product(x):
+        def gradient(x, inputs):
             cot = [x[i].to(t.dtype) for i, t in zip(live, fz, strict=True)]
-            out = torch.autograd.grad(fz, z_in, cot, retain_graph=True, allow_unused=True)
+            return torch.autograd.grad(fz, inputs, cot, retain_graph=True, allow_unused=True)
+
+        def filled(out):
             return [torch.zeros_like(z) if t is None else t for t, z in zip(out, z_in, strict=True)]
 
+        def final(x):
+            nonlocal grads
+            out = gradient(x, (*z_in, *ctx.inputs))
+            grads = out[len(z_in) :]
+            return filled(out[: len(z_in)])
+
         start = [t.to(z.dtype) for t, z in zip(g, z_in, strict=True)]
-        ctx.solution.backward = found = ctx.rule.adjoint(product, start)
-        return None, None, None, *(x.to(t.dtype) for x, t in zip(found.z, ctx.fz, strict=True))
+        ctx.solution.backward = found = ctx.rule.adjoint(
+            lambda x: filled(gradient(x, z_in)), start, final if ctx.inputs else None
+        )
+        if found.final_used:  # what is left of the graph is walked without gradients, which frees it
+            return None, None, None, None, *[None] * len(ctx.fz), *grads
+        cotangent = (x.to(t.dtype) for x, t in zip(found.z, ctx.fz, strict=True))
+        return None, None, None, None, *cotangent, *[None] * len(ctx.inputs)
+
+
+def _complete(fz: list[Tensor], known: Sequence[Tensor]) -> bool:
+    """Whether the gradients of the known tensors are all that fz gives: every way back from fz through the graph ends at one
+    of them, and none of them lies behind another one (its gradient would count twice)."""
+    ends = {t.grad_fn for t in known if t.grad_fn is not None}
+    leaves = {id(t) for t in known if t.grad_fn is None}
+
+    def reached(nodes, stop):
+        """Leaf tensors behind the nodes (None: of unknown kind); nodes in `stop` are not passed."""
+        found, seen, todo = set(), set(stop), list(nodes)
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                before = node.next_functions
+                if not before:
+                    found.add(id(getattr(node, "variable", None)))
+                todo += [n for n, _ in before if n is not None]
+        return found, seen
+
+    if not reached([t.grad_fn for t in fz if t.grad_fn is not None], ends)[0] <= leaves:
+        return False
+    behind, seen = reached([n for e in ends for n, _ in e.next_functions if n is not None], ())
+    return not (behind & leaves or seen & ends)
 
 
 # ---- the equilibrium layer ---------------------------------------------------------------------------------------
 
 
 def deq(
-    f: Map, z0: State, *, solver: Solver | None = None, adjoint=None, pair: bool = False, throw: bool = False
+    f: Map,
+    z0: State,
+    *,
+    solver: Solver | None = None,
+    adjoint=None,
+    inputs: Sequence[Tensor] = (),
+    pair: bool = False,
+    throw: bool = False,
 ):
     """z* = f(z*) with gradients to all that f closes over.
 
@@ -138,6 +191,8 @@ def deq(
         z0: where the solve starts.
         solver: forward solver; default Anderson().
         adjoint: gradient rule; default Implicit().
+        inputs: all that f closes over and that wants a gradient (parameters, injected input). Not needed; with it the
+            implicit gradient saves one product. If something is missing, it is as if none were given.
         pair: keep (f(z_in), z_in) with graph in `solution.pair`, for `jacobian_regularisation`.
         throw: raise ConvergenceError if a sample does not converge.
 
@@ -169,8 +224,15 @@ def deq(
     if isinstance(adjoint, Phantom):
         return _phantom(f, z_start, adjoint, solution), solution
     if linear:
-        fz = _same(_Adjoint.apply(adjoint, solution, _branches(z_in), *_branches(fz)), z0)
+        fz = _same(_through(adjoint, solution, _branches(z_in), _branches(fz), inputs), z0)
     return fz, solution
+
+
+def _through(rule, solution: Solution, z_in: list[Tensor], fz: list[Tensor], inputs: Sequence[Tensor]):
+    inputs = [t for t in inputs if t.requires_grad]
+    if not _complete(fz, [*z_in, *inputs]):
+        inputs = []
+    return _Adjoint.apply(rule, solution, z_in, len(fz), *fz, *inputs)
 
 
 class _Attach:

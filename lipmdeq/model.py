@@ -268,6 +268,7 @@ class MDEQ(nn.Module):
             self.z0(u),
             solver=solver or self.solver,
             adjoint=adjoint or self.adjoint,
+            inputs=[u, *self.f.parameters()],
         )
 
     def forward(self, x: Tensor, details: bool = False):

@@ -32,7 +32,7 @@ from lipmdeq.tracking import (
 
 __all__ = ["Anderson", "Broyden", "ConvergenceError", "Picard", "Solution", "Solver", "SolverWarning"]
 
-SLACK = 3.0  # the next evaluation may be the last if its residual is guessed below SLACK * tol
+SLACK = 3.0  # the next evaluation may be the last if its residual is guessed below SLACK * tol (tol, if the last solve took more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Solver:
         with torch.no_grad(), np.errstate(all="ignore"):
             solution = self._solve(Calls(f, z0), final)
         if final:
-            object.__setattr__(self, "_recent", solution.nfe)
+            object.__setattr__(self, "_recent", solution.nfe if solution.reason == "converged" else None)
         if solution.reason != "converged" and self.tol > 0:
             if throw:
                 raise ConvergenceError(solution)
@@ -115,8 +115,10 @@ class Solver:
             with exact:
                 z_next = step.propose(r, size, track.active)
             if final:
-                near = step.guess() < SLACK * self._target(size)
-                last = k + 2 in (self.max_iter, recent) or bool(near[track.active].all())
+                slack = SLACK if recent is None or k + 2 >= recent else 1.0
+                near = step.guess() < slack * self._target(size)
+                cap = k + 2 == self.max_iter and not track.kept.any()  # else the best point lies behind: no graph there
+                last = cap or k + 2 == recent or bool(near[track.active].all())
             if track.stopped:
                 # Broken samples return to their best point, for the graph all stopped ones; else they run on, ignored.
                 held = track.kept & ~track.active if last else track.bad

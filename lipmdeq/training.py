@@ -36,6 +36,7 @@ from lipmdeq.batch import (
 )
 from lipmdeq.certificate import certify
 from lipmdeq.data import DataError, Dataset, load
+from lipmdeq.implicit import Implicit
 from lipmdeq.layers import Conv
 from lipmdeq.model import configure
 from lipmdeq.parallel import World, progress_bar
@@ -192,8 +193,10 @@ class Run:
         records.save_checkpoint(self.file, state)
 
     def _forget(self) -> None:
-        """What constraints and solver remember is not saved, so nobody may know it after a checkpoint."""
+        """What constraints and solvers remember is not saved, so nobody may know it after a checkpoint."""
         self.model.solver.forget()
+        if isinstance(self.model.adjoint, Implicit):
+            self.model.adjoint.solver.forget()
         for module in self.model.f.modules():
             if isinstance(module, Conv):
                 module._guard = None

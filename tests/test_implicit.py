@@ -37,6 +37,7 @@ class Layer(nn.Module):
         return self.act(linear(z, self.w) + linear(x, self.u, self.b))
 
     def forward(self, x, solver=TIGHT, adjoint=RULES[0], **kw):
+        kw.setdefault("inputs", [x, *self.parameters()])
         return deq(lambda z: self.f(z, x), torch.zeros_like(x), solver=solver, adjoint=adjoint, **kw)
 
 
@@ -222,6 +223,84 @@ def test_a_solver_remembers_where_to_record_the_graph():
     counts = [(s.nfe, s.nfe_total) for s in (layer(x, solver=solver)[1] for _ in range(3))]
     assert counts == [(2, 3), (2, 2), (2, 2)]
     assert solver == Anderson() and hash(solver) == hash(Anderson())
+
+
+class Counted(torch.autograd.Function):
+    """Identity that counts how often a gradient passes."""
+
+    walks = 0
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.set_materialize_grads(False)
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        Counted.walks += g is not None
+        return g
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_last_product_and_the_gradient_are_one_walk(frozen):
+    """Told the inputs of f, the solve for the adjoint saves a product; what it returns belongs to the same tolerance."""
+    layer, (x, cot) = Layer(rate=0.3), data()
+    layer.u.requires_grad_(not frozen)
+    leaf = x.clone().requires_grad_()
+    wanted = [leaf, *(p for p in layer.parameters() if p.requires_grad)]
+
+    def run(inputs, tol=1e-4):
+        rule = Implicit(Anderson(tol=tol))
+        for _ in range(2):  # the second solve knows how long the first one took
+            u = leaf * 1.0  # not a leaf, as the output of a stem
+            z, s = deq(
+                lambda z, u=u: Counted.apply(layer.f(z, u)),
+                torch.zeros_like(x),
+                solver=TIGHT,
+                adjoint=rule,
+                inputs=inputs(u),
+            )
+            Counted.walks = 0
+            grads = torch.autograd.grad((z * cot).sum(), [u, *wanted])
+        return grads, Counted.walks, s.backward
+
+    plain, walks, s = run(lambda u: [])
+    assert walks == s.nfe + 1 and not s.final_used
+    merged, walks, s2 = run(lambda u: [u, *layer.parameters()])
+    assert walks == s.nfe == s2.nfe and s2.final_used and s2.residuals.equal(s.residuals)
+    exact, *_ = run(lambda u: [], tol=1e-13)
+    close(merged, exact, rtol=0, atol=2e-3)
+    close(plain, exact, rtol=0, atol=2e-3)
+    assert max((a - b).abs().max() for a, b in zip(merged, plain, strict=True)) > 1e-9  # one product apart
+    for short in (lambda u: [u, layer.w], lambda u: [leaf * 1.0, *layer.parameters()]):  # something is missing
+        again, walks, _ = run(short)
+        assert walks == s.nfe + 1
+        close(again, plain, rtol=0, atol=0)
+
+
+def test_a_merged_gradient_waits_for_every_sample():
+    """Samples that stop early keep their own x: the gradient of each is that of the sample alone."""
+    rate = torch.tensor([[0.02], [0.4], [0.85]], dtype=DOUBLE)
+    (x, cot), w = data(d=9), torch.linspace(-1, 1, 9, dtype=DOUBLE)
+
+    def run(i):
+        xi, rule = x[i].clone().requires_grad_(), Implicit(Anderson(tol=1e-4))
+        for _ in range(2):
+            z, s = deq(
+                lambda s: torch.tanh(rate[i] * w * s.roll(1, 1) + xi),
+                torch.zeros_like(xi),
+                solver=TIGHT,
+                adjoint=rule,
+                inputs=[xi],
+            )
+            (grad,) = torch.autograd.grad((z * cot[i]).sum(), xi)
+        assert s.backward.final_used
+        return grad, s.backward
+
+    grad, s = run(slice(None))
+    assert len(set(s.steps.tolist())) == 3
+    for i in range(3):
+        torch.testing.assert_close(run(slice(i, i + 1))[0][0], grad[i], rtol=1e-12, atol=1e-14)
 
 
 def test_slow_samples_do_not_change_fast_ones():
