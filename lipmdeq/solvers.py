@@ -181,25 +181,25 @@ class Picard(Solver):
     def _a_priori(self, calls: Calls) -> Solution:
         """Every sample stops after its own number of steps; one without a proof, or that leaves the numbers, spoils no other."""
         z, b = calls.z0, len(calls.z0[0])
-        need, bound = (
-            np.zeros(b, int),
-            np.full(b, np.nan),
-        )  # evaluations of each sample, 0 while there is no proof
-        if self.relative and not any(t.any() for t in z):
+        # evaluations of each sample, 0 while there is no proof
+        need, bound = np.zeros(b, int), np.full(b, np.nan)
+        if self.relative and not any(_largest(t).any() for t in z):
             need[:], bound[:] = self._count(None, None)
-        last = self.max_iter
+        least, last = _ends(need, self.max_iter)
         while calls.nfe < last:
             fz = calls(z)
-            if not need.all():  # from here on, where there was no proof from an earlier point
+            if not least:  # from here on, where there was no proof from an earlier point
                 k, found = self._count(*self._first(z, fz)[1])
                 fresh = (need == 0) & (k > 0)
                 need[fresh], bound[fresh] = k[fresh] + calls.nfe - 1, found[fresh]
-            last = min(self.max_iter, need.max()) if need.all() else self.max_iter
-            over = (need > 0) & (need < calls.nfe)
+                least, last = _ends(need, self.max_iter)
             if self.damping < 1:
                 fz = [torch.lerp(p.to(t.dtype), t, self.damping) for p, t in zip(z, fz, strict=True)]
-            z = _rows(over, z, fz) if over.any() else fz
-        finite = torch.stack([t.isfinite().flatten(1).all(1) for t in z]).all(0).cpu().numpy()
+            if least < calls.nfe:
+                over = (need > 0) & (need < calls.nfe)
+                fz = _rows(over, z, fz) if over.any() else fz
+            z = fz
+        finite = torch.stack([_largest(t) for t in z]).isfinite().all(0).cpu().numpy()
         if not finite.all():
             z = _rows(~finite, calls.z0, z)  # the last point that is known to be finite
         done = (need > 0) & (need <= calls.nfe)
@@ -208,6 +208,17 @@ class Picard(Solver):
         track.status, track.k = np.where(finite, np.where(done, 0, 1), 3), calls.nfe - 1
         track.active, track.steps = ~done, np.minimum(need, calls.nfe)
         return track.solution(calls, z, z, False)
+
+
+def _ends(need: np.ndarray, cap: int) -> tuple[int, int]:
+    """The smallest number of evaluations that a sample needs (0: one has no proof yet), and the largest for all."""
+    least = int(need.min())
+    return least, min(cap, int(need.max())) if least else cap
+
+
+def _largest(t: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of each sample, (B,); not finite where something in it is not."""
+    return t.abs().unsqueeze(-1).amax(tuple(range(1, t.dim() + 1)))
 
 
 def _rows(mask: np.ndarray, chosen: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -72,6 +72,24 @@ def test_mgn_merged_equals_its_definition():
     torch.testing.assert_close(GN(2, 6).double()(x), F.group_norm(x, 2))
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_mgn_compiled_is_the_same(affine, dtype):
+    """Under the compiler the shift of the channels is a product of matrices: same values, same gradients."""
+    torch.manual_seed(0)
+    norm = MGN(4, 12, affine, gamma=1.5).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    for p in norm.parameters():
+        p.data.uniform_(-1, 1)
+    y = torch.randn(3, 12, 5, 4, dtype=norm.weight.dtype if affine else torch.float64).requires_grad_()
+    cot, found = torch.randn_like(y), []
+    for forward in (norm.forward, torch.compile(norm.forward, backend="aot_eager")):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = forward(y)
+        found.append([out, *torch.autograd.grad((out * cot).sum(), [y, *norm.parameters()])])
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
+
+
 def test_mgn_without_affine_respects_gamma():
     """Without parameters the scale is min(1, γ̄), so that the closed form L̄ = γ̄·c·a holds for small γ̄ as well."""
     assert MGN(2, 6, affine=False, gamma=0.5).lipschitz() == 0.5
