@@ -181,7 +181,9 @@ class MGN(_Norm):
         for every pixel, and there the index of the group keeps it from vector instructions (four times slower).
         """
         out = mu.dtype if self.weight is None else self.weight.dtype
-        work = torch.float64 if torch.is_autocast_enabled(mu.device.type) else out  # autocast leaves doubles alone
+        work = (
+            torch.float64 if torch.is_autocast_enabled(mu.device.type) else out
+        )  # autocast leaves doubles alone
         member = torch.eye(self.groups, dtype=out, device=mu.device)
         member = (member.repeat_interleave(self.channels // self.groups, 1) * s).to(work)
         if self.weight is None:

@@ -101,7 +101,7 @@ class Solver:
         # How many evaluations this object's last solve took: a guess for this one. It decides which evaluation records a
         # graph, so it affects cost, and rounding in the last digits: `forget` where runs must agree bit by bit.
         recent = getattr(self, "_recent", None)
-        last = final is not None and 1 in (self.max_iter, recent)
+        last = final is not None and recent == 1
         for k in range(self.max_iter):
             fz = calls(z, final if last else None)
             if k == 0:
@@ -117,8 +117,7 @@ class Solver:
             if final:
                 slack = SLACK if recent is None or k + 2 >= recent else 1.0
                 near = step.guess() < slack * self._target(size)
-                cap = k + 2 == self.max_iter and not track.kept.any()  # else the best point lies behind: no graph there
-                last = cap or k + 2 == recent or bool(near[track.active].all())
+                last = k + 2 == recent or bool(near[track.active].all())
             if track.stopped:
                 # Broken samples return to their best point, for the graph all stopped ones; else they run on, ignored.
                 held = track.kept & ~track.active if last else track.bad
@@ -126,6 +125,7 @@ class Solver:
                     z_next = track.patch(0, z_next, held)
                     step.moved(z_next)
             before, z = (z, fz), z_next
+        del step, before  # the history, before copies are made
         if not track.kept.any():
             return track.solution(calls, fz, z, last)
         used = last and held is not None and not (track.kept & ~held).any()

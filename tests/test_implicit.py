@@ -272,7 +272,10 @@ def test_the_last_product_and_the_gradient_are_one_walk(frozen):
     close(merged, exact, rtol=0, atol=2e-3)
     close(plain, exact, rtol=0, atol=2e-3)
     assert max((a - b).abs().max() for a, b in zip(merged, plain, strict=True)) > 1e-9  # one product apart
-    for short in (lambda u: [u, layer.w], lambda u: [leaf * 1.0, *layer.parameters()]):  # something is missing
+    for short in (
+        lambda u: [u, layer.w],
+        lambda u: [leaf * 1.0, *layer.parameters()],
+    ):  # something is missing
         again, walks, _ = run(short)
         assert walks == s.nfe + 1
         close(again, plain, rtol=0, atol=0)
