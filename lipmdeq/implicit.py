@@ -136,9 +136,11 @@ class _Adjoint(torch.autograd.Function):
             grads = out[len(z_in) :]
             return filled(out[: len(z_in)])
 
+        # A hook on an input would see its gradient twice, here and when it arrives.
+        hooked = any(t._backward_hooks or t.retains_grad for t in ctx.inputs)
         start = [t.to(z.dtype) for t, z in zip(g, z_in, strict=True)]
         ctx.solution.backward = found = ctx.rule.adjoint(
-            lambda x: filled(gradient(x, z_in)), start, final if ctx.inputs else None
+            lambda x: filled(gradient(x, z_in)), start, final if ctx.inputs and not hooked else None
         )
         if found.final_used:  # what is left of the graph is walked without gradients, which frees it
             return None, None, None, None, *[None] * len(ctx.fz), *grads

@@ -281,6 +281,43 @@ def test_the_last_product_and_the_gradient_are_one_walk(frozen):
         close(again, plain, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("hook", ["parameter", "input", "retain", "accumulated"])
+def test_hooks_see_a_gradient_once(hook):
+    layer, (x, cot) = Layer(rate=0.3), data()
+
+    def double(p):
+        p.grad.mul_(2)
+
+    def run(told):
+        rule, leaf = Implicit(TIGHT), x.clone().requires_grad_()
+        for _ in range(2):
+            layer.zero_grad()
+            leaf.grad, u, handle = None, leaf * 1.0, None
+            z, _ = deq(
+                lambda z, u=u: layer.f(z, u),
+                torch.zeros_like(x),
+                solver=TIGHT,
+                adjoint=rule,
+                inputs=[u, *layer.parameters()] if told else (),
+            )
+            if hook == "accumulated":
+                handle = layer.w.register_post_accumulate_grad_hook(double)
+            elif hook == "retain":
+                u.retain_grad()
+            else:
+                handle = (layer.w if hook == "parameter" else u).register_hook(lambda g: 2 * g)
+            (z * cot).sum().backward()
+            if handle:
+                handle.remove()
+        return [
+            leaf.grad,
+            *(p.grad.clone() for p in layer.parameters()),
+            *([u.grad] if hook == "retain" else []),
+        ]
+
+    close(run(True), run(False), rtol=1e-9, atol=1e-10)
+
+
 def test_a_merged_gradient_waits_for_every_sample():
     """Samples that stop early keep their own x: the gradient of each is that of the sample alone."""
     rate = torch.tensor([[0.02], [0.4], [0.85]], dtype=DOUBLE)
