@@ -79,6 +79,15 @@ def test_notebook_outputs_are_stored(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_outputs_hold_no_raw_formulas(path):
+    """Dollar signs are formulas in the text of a page, not in what a cell prints."""
+    for cell in json.loads(path.read_text())["cells"]:
+        for output in cell.get("outputs", []):
+            for kind in ("text/markdown", "text/html"):
+                assert "$" not in "".join(output.get("data", {}).get(kind, "")), cell["id"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
 def test_cells_are_short(path):
     lengths = [len("".join(cell["source"]).splitlines()) for cell in code_cells(path)]
     assert max(lengths) <= 40
