@@ -6,20 +6,22 @@ included). A gradient rule is an object that only says which cotangent enters th
 x = g (I - J)^(-1), the fixed point of x = x J + g (the map T of the paper), J = df/dz at z*.
 
 The last product x J of that solve and the gradient x df/dtheta walk through the same graph. Where `deq` is told the
-`inputs` of f, one walk gives both: the solve then costs one product less, and the gradient is taken at the very x whose
-residual was measured.
+`inputs` of f, one walk gives both, if the solver foresees that it will be the last: the gradient is then taken at the very
+x whose residual was measured, and a product is saved.
 
 No hooks, no state in modules, no reference cycles: the graph dies with the loss.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from lipmdeq.acceleration import work_dtype
 from lipmdeq.solvers import Anderson, ConvergenceError, Picard, Solution, Solver
@@ -106,20 +108,32 @@ def _add(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Adjoint(torch.autograd.Function):
-    """Identity on f(z_in) whose backward replaces g by the cotangent of the rule, or gives the gradients of `inputs` at once."""
+    """f(z_in), whose backward replaces g by the cotangent of the rule; or, if `ends` are given, f(z_in) as a function of the
+    tensors there (its inputs), whose backward gives their gradients. The graph of f is then not part of the outer one.
+    """
 
     @staticmethod
-    def forward(ctx, rule, solution, z_in, branches, *tensors):
+    def forward(ctx, rule, solution, z_in, fz, ends, *tensors):
         # Plain attributes: f(z_in) is wanted with its graph, which hooks on saved tensors (checkpointing) would cut.
-        # It is an input, so there is no cycle.
-        ctx.rule, ctx.solution, ctx.z_in = rule, solution, z_in
-        ctx.fz, ctx.inputs = tensors[:branches], tensors[branches:]
-        return tuple(t.detach() for t in ctx.fz)
+        # Ends of the graph, not the inputs themselves: these may be changed in place later, and would close a cycle.
+        ctx.rule, ctx.solution, ctx.z_in, ctx.fz, ctx.ends = rule, solution, z_in, fz, ends
+        ctx.inputs = [weakref.ref(t) for t in tensors] if ends else []
+        return tuple(t.detach() for t in fz)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *g):
-        z_in, grads = ctx.z_in, ()
+        z_in, ends, grads = ctx.z_in, ctx.ends, ()
+        if ctx.fz is None:
+            raise RuntimeError(
+                "backward through an equilibrium a second time: use retain_graph=True the first time"
+            )
+        for end, ref in zip(ends, ctx.inputs, strict=True):
+            if _hooked(t := ref()) and _end(t) == _pair(end):
+                raise RuntimeError(
+                    "a hook was put on an input of deq after the solve: it would see its gradient twice; "
+                    "put it there before, or leave `inputs` out"
+                )
         live = [i for i, t in enumerate(ctx.fz) if t.requires_grad]
         fz = [ctx.fz[i] for i in live]
 
@@ -132,45 +146,70 @@ class _Adjoint(torch.autograd.Function):
 
         def final(x):
             nonlocal grads
-            out = gradient(x, (*z_in, *ctx.inputs))
+            out = gradient(x, (*z_in, *ends))
             grads = out[len(z_in) :]
             return filled(out[: len(z_in)])
 
-        # A hook on an input would see its gradient twice, here and when it arrives.
-        hooked = any(t._backward_hooks or t.retains_grad for t in ctx.inputs)
         start = [t.to(z.dtype) for t, z in zip(g, z_in, strict=True)]
         ctx.solution.backward = found = ctx.rule.adjoint(
-            lambda x: filled(gradient(x, z_in)), start, final if ctx.inputs and not hooked else None
+            lambda x: filled(gradient(x, z_in)), start, final if ends else None
         )
-        if found.final_used:  # what is left of the graph is walked without gradients, which frees it
-            return None, None, None, None, *[None] * len(ctx.fz), *grads
-        cotangent = (x.to(t.dtype) for x, t in zip(found.z, ctx.fz, strict=True))
-        return None, None, None, None, *cotangent, *[None] * len(ctx.inputs)
+        if not ends:
+            return (None,) * 5 + tuple(x.to(t.dtype) for x, t in zip(found.z, ctx.fz, strict=True))
+        if not (found.final_used and found.reason == "converged"):
+            grads = gradient(found.z, ends)
+        if not _keeps_graph():  # freed, as autograd does with its own
+            ctx.z_in = ctx.fz = None
+        return (None,) * 5 + tuple(grads)
 
 
-def _complete(fz: list[Tensor], known: Sequence[Tensor]) -> bool:
-    """Whether the gradients of the known tensors are all that fz gives: every way back from fz through the graph ends at one
-    of them, and none of them lies behind another one (its gradient would count twice)."""
-    ends = {t.grad_fn for t in known if t.grad_fn is not None}
-    leaves = {id(t) for t in known if t.grad_fn is None}
+# Whether the running backward pass was asked to retain the graph; not to know it costs memory only.
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
-    def reached(nodes, stop):
-        """Leaf tensors behind the nodes (None: of unknown kind); nodes in `stop` are not passed."""
-        found, seen, todo = set(), set(stop), list(nodes)
-        while todo:
-            node = todo.pop()
-            if node not in seen:
-                seen.add(node)
-                before = node.next_functions
-                if not before:
-                    found.add(id(getattr(node, "variable", None)))
-                todo += [n for n, _ in before if n is not None]
-        return found, seen
 
-    if not reached([t.grad_fn for t in fz if t.grad_fn is not None], ends)[0] <= leaves:
-        return False
-    behind, seen = reached([n for e in ends for n, _ in e.next_functions if n is not None], ())
-    return not (behind & leaves or seen & ends)
+def _hooked(t: Tensor | None) -> bool:
+    return t is not None and bool(t._backward_hooks or t.retains_grad)
+
+
+def _pair(edge) -> tuple:
+    return edge.node, edge.output_nr
+
+
+def _end(t: Tensor) -> tuple | None:
+    """Where t stands in the graph, (node, number of its output)."""
+    return _pair(get_gradient_edge(t)) if t.requires_grad else None
+
+
+def _number() -> int:
+    """Nodes of the graph that are made later, in this thread, have higher numbers."""
+    with torch.enable_grad():
+        return torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()
+
+
+def _complete(fz: list[Tensor], known: set[tuple], first: int) -> bool:
+    """Whether the gradients at the known places are all that fz gives: every way back through the graph ends at one of
+    them, over nodes that f itself made (from number `first` on), and none of them lies behind another one."""
+    seen, todo = set(), [_end(t) for t in fz if t.requires_grad]
+    while todo:
+        end = todo.pop()
+        node = end[0]
+        if end in known or node in seen:
+            continue
+        seen.add(node)
+        before = node.next_functions
+        if not before or node._sequence_nr() < first:
+            return False
+        todo += [e for e in before if e[0] is not None]
+    seen, todo = set(), [e for node, _ in known for e in node.next_functions]
+    while todo:
+        end = todo.pop()
+        if end in known:
+            return False
+        node = end[0]
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += node.next_functions
+    return True
 
 
 # ---- the equilibrium layer ---------------------------------------------------------------------------------------
@@ -193,8 +232,8 @@ def deq(
         z0: where the solve starts.
         solver: forward solver; default Anderson().
         adjoint: gradient rule; default Implicit().
-        inputs: all that f closes over and that wants a gradient (parameters, injected input). Not needed; with it the
-            implicit gradient saves one product. If something is missing, it is as if none were given.
+        inputs: all that f closes over and that wants a gradient, as f uses it (parameters, injected input). Not needed;
+            with it the implicit gradient can save one product. If something is missing, it is as if none were given.
         pair: keep (f(z_in), z_in) with graph in `solution.pair`, for `jacobian_regularisation`.
         throw: raise ConvergenceError if a sample does not converge.
 
@@ -219,42 +258,48 @@ def deq(
     if speculate and not solution.final_used:
         attach(solution.z_in)
         solution.nfe_total += 1
-    z_in, fz = attach.take()
+    z_in, fz, first = attach.take()
     z_start, solution.z_in = solution.z, None
     if pair:
         solution.pair = (fz, z_in)
     if isinstance(adjoint, Phantom):
         return _phantom(f, z_start, adjoint, solution), solution
     if linear:
-        fz = _same(_through(adjoint, solution, _branches(z_in), _branches(fz), inputs), z0)
+        fz = _same(_through(adjoint, solution, (z_in, fz, first), () if pair else inputs), z0)
     return fz, solution
 
 
-def _through(rule, solution: Solution, z_in: list[Tensor], fz: list[Tensor], inputs: Sequence[Tensor]):
-    inputs = [t for t in inputs if t.requires_grad]
-    if not _complete(fz, [*z_in, *inputs]):
-        inputs = []
-    return _Adjoint.apply(rule, solution, z_in, len(fz), *fz, *inputs)
+def _through(rule, solution: Solution, attach: tuple, inputs: Sequence[Tensor]):
+    """f(z_in) with the backward of the rule; over the inputs where they are all that f depends on."""
+    z_in, fz, first = _branches(attach[0]), _branches(attach[1]), attach[2]
+    unique = {_end(t): t for t in inputs if t.requires_grad}
+    if unique and not any(map(_hooked, unique.values())):
+        if _complete(fz, {*unique, *map(_end, z_in)}, first):
+            ends = [get_gradient_edge(t) for t in unique.values()]
+            return _Adjoint.apply(rule, solution, z_in, fz, ends, *unique.values())
+    return _Adjoint.apply(rule, solution, z_in, fz, [], *fz)
 
 
 class _Attach:
     """f with graph, at a detached copy of z; keeps the last evaluation only."""
 
     def __init__(self, f: Map, needs_z: bool):
-        self.f, self.needs_z, self.last = f, needs_z, (None, None)
+        self.f, self.needs_z, self.last = f, needs_z, (None, None, 0)
 
     def __call__(self, z: State) -> State:
-        self.last = (None, None)  # frees the graph of a wrong guess before the next one is built
+        self.last = (None, None, 0)  # frees the graph of a wrong guess before the next one is built
         # Older torch: casts of weights that autocast cached under no_grad have no graph and swallow the gradient.
         torch.clear_autocast_cache()
         with torch.enable_grad():
             z_in = _same([t.detach().requires_grad_(self.needs_z) for t in _branches(z)], z)
+            first = _number()
             fz = self.f(z_in)
-        self.last = (z_in, fz)
+        self.last = (z_in, fz, first)
         return _same([t.detach() for t in _branches(fz)], z)
 
-    def take(self) -> tuple[State, State]:
-        last, self.last = self.last, (None, None)
+    def take(self) -> tuple[State, State, int]:
+        """(z, f(z)) of the last evaluation, and the number from which on its nodes were made."""
+        last, self.last = self.last, (None, None, 0)
         return last
 
 

@@ -180,7 +180,7 @@ class MGN(_Norm):
         The compiler gives a product a kernel of its own. What it fuses instead into the loop over the map it computes again
         for every pixel, and there the index of the group keeps it from vector instructions (four times slower).
         """
-        out = mu.dtype if self.weight is None else self.weight.dtype
+        out = mu.dtype if self.weight is None else torch.promote_types(mu.dtype, self.weight.dtype)
         work = (
             torch.float64 if torch.is_autocast_enabled(mu.device.type) else out
         )  # autocast leaves doubles alone

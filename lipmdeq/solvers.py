@@ -171,12 +171,12 @@ class Picard(Solver):
             bottom = s0 - drop
         if not self.relative:
             bottom, drop = np.ones_like(top), np.zeros_like(top)
-        proved = (bottom > 0) & np.isfinite(top)
+        proved = ((bottom > 0) & np.isfinite(top)) | (top == 0)  # top = 0: the start is the fixed point
         # top x <= tol (bottom - drop x) with x = q^k
         x = np.where(proved & (top > 0), self.tol * bottom / (top + self.tol * drop), 1.0)
         k = np.ceil(np.log(x) / math.log(q) - 1e-9) if q > 0 else np.ones_like(x)
         k = np.where(proved, np.maximum(k, 1), 0).astype(int)
-        return k, top * q**k / (bottom - drop * q**k)
+        return k, np.where(top == 0, 0.0, top * q**k / (bottom - drop * q**k))
 
     def _a_priori(self, calls: Calls) -> Solution:
         """Every sample stops after its own number of steps; one without a proof, or that leaves the numbers, spoils no other."""
@@ -218,6 +218,8 @@ def _ends(need: np.ndarray, cap: int) -> tuple[int, int]:
 
 def _largest(t: torch.Tensor) -> torch.Tensor:
     """The largest absolute value of each sample, (B,); not finite where something in it is not."""
+    if t[0].numel() == 0:
+        return t.new_zeros(len(t))
     return t.abs().unsqueeze(-1).amax(tuple(range(1, t.dim() + 1)))
 
 

@@ -281,41 +281,207 @@ def test_the_last_product_and_the_gradient_are_one_walk(frozen):
         close(again, plain, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("hook", ["parameter", "input", "retain", "accumulated"])
+def told_and_not(make, again=2):
+    """Gradients with and without `inputs`; make() returns (f, z0, inputs, loss of z, wanted); the last of some solves."""
+    found = []
+    for told in (True, False):
+        rule = Implicit(TIGHT)
+        for _ in range(again):
+            f, z0, inputs, loss, wanted = make()
+            z, s = deq(f, z0, solver=TIGHT, adjoint=rule, inputs=inputs if told else ())
+            grads = torch.autograd.grad(loss(z), wanted, allow_unused=True)
+        found.append(grads)
+        if told:
+            merged = s.backward.final_used
+    close(
+        [g for g in found[0] if g is not None], [g for g in found[1] if g is not None], rtol=1e-8, atol=1e-9
+    )
+    assert [g is None for g in found[0]] == [g is None for g in found[1]]
+    return merged
+
+
+@pytest.mark.parametrize("hook", ["parameter", "input", "retain", "inside", "accumulated"])
 def test_hooks_see_a_gradient_once(hook):
     layer, (x, cot) = Layer(rate=0.3), data()
 
     def double(p):
         p.grad.mul_(2)
 
-    def run(told):
+    def run(told, late=False):
         rule, leaf = Implicit(TIGHT), x.clone().requires_grad_()
         for _ in range(2):
             layer.zero_grad()
-            leaf.grad, u, handle = None, leaf * 1.0, None
-            z, _ = deq(
-                lambda z, u=u: layer.f(z, u),
-                torch.zeros_like(x),
-                solver=TIGHT,
-                adjoint=rule,
-                inputs=[u, *layer.parameters()] if told else (),
-            )
-            if hook == "accumulated":
-                handle = layer.w.register_post_accumulate_grad_hook(double)
-            elif hook == "retain":
-                u.retain_grad()
-            else:
-                handle = (layer.w if hook == "parameter" else u).register_hook(lambda g: 2 * g)
-            (z * cot).sum().backward()
-            if handle:
-                handle.remove()
+            leaf.grad, u, handles = None, leaf * 1.0, []
+
+            def f(z, u=u):
+                out = layer.f(z, u)
+                if hook == "inside" and out.requires_grad:
+                    out.register_hook(lambda g: g * 1.0)
+                return out
+
+            def put(u=u, handles=handles):
+                if hook == "accumulated":
+                    handles.append(layer.w.register_post_accumulate_grad_hook(double))
+                elif hook == "retain":
+                    u.retain_grad()
+                elif hook != "inside":
+                    handles.append((layer.w if hook == "parameter" else u).register_hook(lambda g: 2 * g))
+
+            inputs = [u, *layer.parameters()] if told else ()
+            if not late:
+                put()
+            z, _ = deq(f, torch.zeros_like(x), solver=TIGHT, adjoint=rule, inputs=inputs)
+            if late:
+                put()
+            try:
+                (z * cot).sum().backward()
+            finally:
+                for handle in handles:
+                    handle.remove()
         return [
             leaf.grad,
             *(p.grad.clone() for p in layer.parameters()),
             *([u.grad] if hook == "retain" else []),
         ]
 
-    close(run(True), run(False), rtol=1e-9, atol=1e-10)
+    plain = run(False)
+    close(run(True), plain, rtol=1e-9, atol=1e-10)
+    if hook in ("inside", "accumulated"):
+        close(run(True, late=True), plain, rtol=1e-9, atol=1e-10)
+    else:
+        with pytest.raises(RuntimeError, match="a hook was put on an input of deq after the solve"):
+            run(True, late=True)
+
+
+def test_inputs_of_every_kind():
+    """Listed twice, behind one another, outputs of one node, made outside of f, a branch of f itself."""
+    layer, (x, _) = Layer(), data()
+    w, zeros = layer.w, torch.zeros_like(x)
+
+    def tanh(z, u):
+        return torch.tanh(linear(z, w) + u)
+
+    def twice():
+        leaf = x.clone().requires_grad_()
+        return lambda z: tanh(z, leaf), zeros, [w, leaf, w], lambda z: z.sin().sum(), [w, leaf]
+
+    def behind():
+        leaf = x.clone().requires_grad_()
+        u = linear(leaf, w)
+        return lambda z: tanh(z, u), zeros, [w, u], lambda z: z.sin().sum(), [w, leaf]
+
+    def siblings(both):
+        leaf = torch.cat([x, x.flip(1)], 1).requires_grad_()
+        a, b = leaf.chunk(2, 1)
+        f = lambda z: torch.tanh(linear(z, w) * a.sigmoid() + b)  # noqa: E731
+        return f, zeros, [w, b, *([a] if both else [])], lambda z: z.sin().sum(), [w, leaf]
+
+    def outside():
+        leaf = x.clone().requires_grad_()
+        u = leaf * 2
+        u.register_hook(lambda g: g.clamp(-0.5, 0.5))
+        return lambda z: tanh(z, u), zeros, [w, leaf], lambda z: z.sin().sum() + u.sum(), [w, leaf]
+
+    def branch():
+        leaf, p = x.clone().requires_grad_(), x.flip(0).requires_grad_()
+        f = lambda z: [tanh(z[0], leaf + z[1]), p]  # noqa: E731
+        return f, [zeros, zeros], [w, leaf], lambda z: (z[0].sin() + z[1]).sum(), [w, leaf, p]
+
+    assert told_and_not(twice)
+    assert told_and_not(lambda: siblings(True))
+    for make in (behind, lambda: siblings(False), outside, branch):
+        assert not told_and_not(make)
+
+
+def test_inputs_that_change_after_the_solve():
+    """In place, or out of the graph: the gradient is that of what f has seen, and nothing stays in memory."""
+    layer, (x, _) = Layer(), data()
+    leaf = x.clone().requires_grad_()
+
+    def make(change):
+        def loss(z):
+            return change(u, z)
+
+        u = leaf * 2
+        return (
+            lambda z: torch.tanh(linear(z, layer.w) + u),
+            torch.zeros_like(x),
+            [u, layer.w],
+            loss,
+            [leaf, layer.w],
+        )
+
+    def relu(u, z):
+        u.relu_()
+        return z.sin().sum()
+
+    def add(u, z):
+        u += z
+        return u.sin().sum()
+
+    def leave(u, z):
+        u.detach_()
+        return z.sin().sum()
+
+    for change in (relu, add, leave):
+        assert told_and_not(lambda change=change: make(change))
+
+    def used():
+        f, z0, inputs, loss, _ = make(add)
+        loss(deq(f, z0, solver=TIGHT, inputs=inputs)[0]).backward()
+        return weakref.ref(inputs[0])
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert used()() is None
+    finally:
+        gc.enable()
+
+
+def test_the_graph_is_freed_by_backward():
+    """As autograd does: what f saved is gone when backward is over, although the loss still lives."""
+    layer, (x, cot) = Layer(), data()
+    kept = []
+
+    class Big(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z):
+            ctx.big = torch.ones(10)
+            kept.append(weakref.ref(ctx.big))
+            return z.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.big[0]
+
+    z, _ = deq(
+        lambda z: Big.apply(layer.f(z, x)), torch.zeros_like(x), solver=TIGHT, inputs=list(layer.parameters())
+    )
+    loss = (z * cot).sum()
+    loss.backward(retain_graph=True)
+    assert any(r() is not None for r in kept)
+    loss.backward()
+    assert not any(r() is not None for r in kept)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+def test_a_solve_that_ends_at_its_cap_does_not_depend_on_the_one_before():
+    x = torch.ones(1, 1, dtype=DOUBLE)
+    for rates in (0.2, 0.8), (0.8,):
+        rule = Implicit(Picard(tol=1e-2, max_iter=3))
+        for rate in rates:
+            leaf = x.clone().requires_grad_()
+            z, _ = deq(
+                lambda z, rate=rate, leaf=leaf: rate * z + leaf,
+                torch.zeros_like(x),
+                solver=TIGHT,
+                adjoint=rule,
+                inputs=[leaf],
+            )
+            (grad,) = torch.autograd.grad(z.sum(), leaf)
+        assert grad.item() == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3)
 
 
 def test_a_merged_gradient_waits_for_every_sample():

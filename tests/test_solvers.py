@@ -624,3 +624,13 @@ def test_the_guess_can_be_forgotten():
     solver.forget()
     assert "_recent" not in vars(solver)
     solver.forget()
+
+
+def test_known_constant_at_the_fixed_point_and_with_an_empty_branch():
+    """A sample that starts at its fixed point 0 is done (a zero cotangent is one); a branch may have no elements."""
+    b = torch.tensor([[0.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    start = torch.tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    s = Picard(L=0.5).solve(lambda z: 0.5 * z + b, start)
+    assert s.converged.all() and s.steps.tolist()[0] == 1 and s.residuals[-1][0] == 0 and s.nfe < 12
+    s = Picard(L=0.5).solve(lambda z: [0.5 * z[0] + 1, z[1]], [torch.zeros(2, 3), torch.zeros(2, 0)])
+    assert s.converged.all() and s.nfe == 11
