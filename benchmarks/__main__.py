@@ -142,9 +142,41 @@ class Step:
         self.nfe = (solution.nfe_total, solution.backward.nfe if solution.backward else 0)
 
 
-def one_evaluation(nets: dict, x: torch.Tensor, rounds: int, compiled: bool) -> dict:
-    """1. f against its convolutions alone, eager and compiled."""
-    net = nets["lip-a0.4"].eval()
+def child(*options: str, **env: str) -> list[str]:
+    """The lines that a fresh process of this file prints."""
+    command = [sys.executable, __file__, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **env})
+    return done.stdout.strip().splitlines()
+
+
+def evaluations(preset: str, threads: int, rounds: int, compiled: bool) -> dict:
+    """1. f against its convolutions alone, eager and compiled: medians over five processes.
+
+    Where tensors happen to lie in memory moves the ratio of one process by several per cent; `f_over_convs_range` tells.
+    """
+    options = ["--preset", preset, "--threads", str(threads), "--rounds", str(rounds), "--evaluation-child"]
+    found = []
+    for i in range(5):
+        print(f"  process {i + 1}/5", end="\r", file=sys.stderr)
+        found.append(json.loads(child(*options, *([] if compiled else ["--no-compile"]))[-1]))
+    keys = [k for k, v in found[0].items() if v is not None]
+    out = {k: statistics.median(f[k] for f in found) for k in keys}
+    for key in ("f_over_convs", "f_over_convs_compiled"):
+        values = [f[key] for f in found if f[key] is not None]
+        out[f"{key}_range"] = [min(values), max(values)] if values else None
+    return {"f_over_convs_compiled": None, **out}
+
+
+def evaluation_child(preset: str, rounds: int, compiled: bool) -> None:
+    torch.manual_seed(0)
+    net = at_the_limit(build(preset, a=0.4))
+    size = net.cfg.image_size
+    print(json.dumps(one_evaluation(net, torch.randn(BATCH[preset], 3, size, size), rounds, compiled)))
+
+
+def one_evaluation(net: nn.Module, x: torch.Tensor, rounds: int, compiled: bool) -> dict:
+    """The ratios of this process."""
+    net = net.eval()
     with torch.no_grad():
         u = net.stem(x.contiguous(memory_format=torch.channels_last))
         z = [torch.randn_like(t) for t in net.z0(u)]
@@ -362,17 +394,9 @@ def peak_memory(preset: str, iterations: int, unrolled: bool) -> float:
 
     The C library gives freed tensors back at once (a fixed threshold), so that tensors are measured, not its habits.
     """
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
-    command = [sys.executable, __file__, "--preset", preset, "--memory-child", str(iterations)] + [
-        "--unrolled"
-    ] * unrolled
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    return float(done.stdout.strip().splitlines()[-1])
+    env = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    options = ["--preset", preset, "--memory-child", str(iterations), *["--unrolled"] * unrolled]
+    return float(child(*options, **env)[-1])
 
 
 def memory_child(preset: str, iterations: int, unrolled: bool) -> None:
@@ -450,6 +474,7 @@ def main() -> None:
     )
     parser.add_argument("--out", default=None)
     parser.add_argument("--memory-child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--evaluation-child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--unrolled", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.memory_child:
@@ -459,6 +484,8 @@ def main() -> None:
     args.threads = args.threads or (1 if small else os.cpu_count())
     torch.set_num_threads(args.threads)
     rounds = args.rounds or (11 if small else 4)
+    if args.evaluation_child:
+        return evaluation_child(args.preset, rounds, not args.no_compile)
     b = BATCH[args.preset]
     result = {
         "preset": args.preset,
@@ -469,12 +496,13 @@ def main() -> None:
     }
     print("memory", file=sys.stderr)
     result |= memory(args.preset)
+    print("one evaluation", file=sys.stderr)
+    result |= evaluations(args.preset, args.threads, 2 * rounds, not args.no_compile)
     nets = models(args.preset)
     torch.manual_seed(1)
     size = nets["mdeq"].cfg.image_size
     x, y = torch.randn(b, 3, size, size), torch.randint(10, (b,))
     for title, part in {
-        "one evaluation": lambda: one_evaluation(nets, x, 2 * rounds, not args.no_compile),
         "overhead": lambda: overhead(nets, x, rounds),
         "Table 1": lambda: table_one(nets, x, y, rounds),
         "torchdeq": lambda: against_torchdeq(nets, x, max(3, rounds // 2)),

@@ -137,9 +137,9 @@ class _Adjoint(torch.autograd.Function):
         live = [i for i, t in enumerate(ctx.fz) if t.requires_grad]
         fz = [ctx.fz[i] for i in live]
 
-        def gradient(x, inputs):
+        def gradient(x, inputs, keep=True):
             cot = [x[i].to(t.dtype) for i, t in zip(live, fz, strict=True)]
-            return torch.autograd.grad(fz, inputs, cot, retain_graph=True, allow_unused=True)
+            return torch.autograd.grad(fz, inputs, cot, retain_graph=keep, allow_unused=True)
 
         def filled(out):
             return [torch.zeros_like(z) if t is None else t for t, z in zip(out, z_in, strict=True)]
@@ -157,7 +157,7 @@ class _Adjoint(torch.autograd.Function):
         if not ends:
             return (None,) * 5 + tuple(x.to(t.dtype) for x, t in zip(found.z, ctx.fz, strict=True))
         if not (found.final_used and found.reason == "converged"):
-            grads = gradient(found.z, ends)
+            grads = gradient(found.z, ends, _keeps_graph())
         if not _keeps_graph():  # freed, as autograd does with its own
             ctx.z_in = ctx.fz = None
         return (None,) * 5 + tuple(grads)
