@@ -196,7 +196,7 @@ def one_evaluation(net: nn.Module, x: torch.Tensor, rounds: int, compiled: bool)
         Conv.forward = spy
         net.f(z, u)
         Conv.forward = forward
-        # Where its inputs happen to lie changes the time of a convolution by up to a fifth: the limit is the fastest of five.
+        # Where its inputs happen to lie changes the time of a convolution: the limit is the fastest of five.
         sets = [[(t.clone(), *rest) for t, *rest in seen] for _ in range(5)]
 
         def convs(inputs):

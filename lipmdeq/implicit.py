@@ -6,8 +6,8 @@ included). A gradient rule is an object that only says which cotangent enters th
 x = g (I - J)^(-1), the fixed point of x = x J + g (the map T of the paper), J = df/dz at z*.
 
 The last product x J of that solve and the gradient x df/dtheta walk through the same graph. Where `deq` is told the
-`inputs` of f, one walk gives both, if the solver foresees that it will be the last: the gradient is then taken at the very
-x whose residual was measured, and a product is saved.
+`inputs` of f, one walk gives both, if the solver foresees that it will be the last, which saves a product. Foreseen or
+not, the gradient is taken at the very x whose residual was measured: a guess changes the cost, never the result.
 
 No hooks, no state in modules, no reference cycles: the graph dies with the loss.
 """
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from lipmdeq.acceleration import work_dtype
-from lipmdeq.solvers import Anderson, ConvergenceError, Picard, Solution, Solver
+from lipmdeq.solvers import Anderson, ConvergenceError, Picard, Solution, Solver, rows
 from lipmdeq.tracking import Map, State, require, whole
 
 
@@ -157,10 +157,17 @@ class _Adjoint(torch.autograd.Function):
         if not ends:
             return (None,) * 5 + tuple(x.to(t.dtype) for x, t in zip(found.z, ctx.fz, strict=True))
         if not (found.final_used and found.reason == "converged"):
-            grads = gradient(found.z, ends, _keeps_graph())
+            grads = gradient(_measured(found), ends, _keeps_graph())
         if not _keeps_graph():  # freed, as autograd does with its own
             ctx.z_in = ctx.fz = None
         return (None,) * 5 + tuple(grads)
+
+
+def _measured(found: Solution) -> list[Tensor]:
+    """The x whose residual was small enough; where none was, the last step from the best one."""
+    if found.z_in is None or found.reason == "converged":
+        return found.z if found.z_in is None else found.z_in
+    return rows(found.converged.numpy(), found.z_in, found.z)
 
 
 # Whether the running backward pass was asked to retain the graph; not to know it costs memory only.

@@ -178,12 +178,11 @@ class MGN(_Norm):
         """bias + s·mu for every channel, as a product of matrices: (B, G), (C,) → (B, C).
 
         The compiler gives a product a kernel of its own. What it fuses instead into the loop over the map it computes again
-        for every pixel, and there the index of the group keeps it from vector instructions (four times slower).
+        for every pixel, and there the index of the group keeps it from vector instructions.
         """
         out = mu.dtype if self.weight is None else torch.promote_types(mu.dtype, self.weight.dtype)
-        work = (
-            torch.float64 if torch.is_autocast_enabled(mu.device.type) else out
-        )  # autocast leaves doubles alone
+        # Autocast leaves doubles alone, also in the gradient.
+        work = torch.float64 if torch.is_autocast_enabled(mu.device.type) else out
         member = torch.eye(self.groups, dtype=out, device=mu.device)
         member = (member.repeat_interleave(self.channels // self.groups, 1) * s).to(work)
         if self.weight is None:

@@ -98,8 +98,8 @@ class Solver:
 
     def _solve(self, calls: Calls, final: Map | None) -> Solution:
         z, before, held = calls.z0, (calls.z0, calls.z0), None
-        # How many evaluations this object's last solve took: a guess for this one. It decides which evaluation records a
-        # graph, so it affects cost, and rounding in the last digits: `forget` where runs must agree bit by bit.
+        # How many evaluations this object's last solve took: a guess for this one. It decides which evaluation is `final`
+        # (records a graph, say), so it affects cost, and rounding in the last digits: `forget` where bits must agree.
         recent = getattr(self, "_recent", None)
         last = final is not None and recent == 1
         for k in range(self.max_iter):
@@ -197,11 +197,11 @@ class Picard(Solver):
                 fz = [torch.lerp(p.to(t.dtype), t, self.damping) for p, t in zip(z, fz, strict=True)]
             if least < calls.nfe:
                 over = (need > 0) & (need < calls.nfe)
-                fz = _rows(over, z, fz) if over.any() else fz
+                fz = rows(over, z, fz) if over.any() else fz
             z = fz
         finite = torch.stack([_largest(t) for t in z]).isfinite().all(0).cpu().numpy()
         if not finite.all():
-            z = _rows(~finite, calls.z0, z)  # the last point that is known to be finite
+            z = rows(~finite, calls.z0, z)  # the last point that is known to be finite
         done = (need > 0) & (need <= calls.nfe)
         track = Track(self, Layout(z))
         track.history = [np.where(done & finite, bound, np.nan)]
@@ -223,7 +223,7 @@ def _largest(t: torch.Tensor) -> torch.Tensor:
     return t.abs().unsqueeze(-1).amax(tuple(range(1, t.dim() + 1)))
 
 
-def _rows(mask: np.ndarray, chosen: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
+def rows(mask: np.ndarray, chosen: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
     """States with the samples of mask from `chosen`, the rest from `others`."""
     m = torch.from_numpy(mask).to(others[0].device)
     return [
