@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipmdeq import bounds
@@ -26,9 +25,10 @@ from lipmdeq.layers import (
     _into,
     _no_answer,
     _per_channel,
+    add_scaled,
     add_up2,
     norm_act,
-    scale_shift,
+    normed,
     spatial_sum,
 )
 
@@ -71,18 +71,25 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, u: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         kappa, r = (1.0, 1.0) if self.alpha is None else (1 - self.alpha, self.alpha / (1 - self.alpha))
-        y = self.conv2(norm_act(self.norm1, self.conv1(x), self.act.a))
+        y, k = norm_act(self.norm1, self.conv1(x), self.act.a)
+        y = self.conv2(y)
         if mask is not None:
             mask = _per_channel(mask)
-            y = torch.mul(y, mask, out=_into(y)) if u is None else torch.addcmul(u, y, mask, out=_into(y))
+            y = (
+                torch.mul(y, mask, out=_into(y))
+                if u is None
+                else torch.addcmul(u, y, mask, value=k, out=_into(y))
+            )
         elif u is not None:
-            y = torch.add(y, u, out=_into(y))
+            y = torch.add(u, y, alpha=k, out=_into(y))
+        k = k if u is None else 1.0
         if not isinstance(self.norm3, MGN):
-            v = torch.add(x, self.norm2(y), alpha=r).relu_()
-            return self.norm3(v if kappa * self.act.a == 1.0 else v * (kappa * self.act.a))
-        s, b = self.norm2.affine(*spatial_sum(y))
-        v = torch.addcmul(x, y, _per_channel(r * s), out=_into(y))
-        return relu_then_norm(v, r * b, self.norm3, kappa * self.act.a)
+            v = torch.add(x, normed(self.norm2, y, k), alpha=r).relu_()
+            return normed(self.norm3, v, kappa * self.act.a)
+        total, pixels = spatial_sum(y)
+        s, b = self.norm2.affine(total, pixels / k)
+        v, left = floored(add_scaled(x, y, s, r * k), -r * b)
+        return shifted_norm(v, left, self.norm3, kappa * self.act.a)
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
         answer = leaf(self)
@@ -94,33 +101,30 @@ class ResidualBlock(nn.Module):
         return bounds.lip_compose(mix, self.act.lipschitz(leaf, train), self.norm3.lipschitz(leaf, train))
 
 
-def relu_then_norm(v: Tensor, shift: Tensor, norm: MGN, k: float) -> Tensor:
-    """MGN(k·max(0, v + shift)), shift (B, C)."""
-    v, left = shifted_relu(v, shift)
-    return scaled_norm(v, left, norm, k)
+def floored(v: Tensor, floor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """max(0, v − floor) as (w, left), equal to w − left: floor and left (B, C) or None for zero.
 
-
-def shifted_relu(v: Tensor, shift: Tensor) -> tuple[Tensor, Tensor | None]:
-    """max(0, v + shift) as (w, left), equal to w + left: shift and left (B, C), left may be None for zero.
-
-    In a solve max(0, v + t) = max(v, −t) + t, and + t joins what follows, which saves a pass. Under autograd it would cost
+    In a solve max(0, v − t) = max(v, t) − t, and − t joins what follows, which saves a pass. Under autograd it would cost
     more than it saves: the gradient of a maximum of two tensors takes five passes, that of ReLU one.
     """
+    if floor is None:
+        return (v.relu() if _into(v) is None else v.relu_()), None
     if _into(v) is None:
-        return (v + _per_channel(shift)).relu_(), None
-    return torch.maximum(v, _per_channel(-shift), out=v), shift
+        return (v - _per_channel(floor)).relu_(), None
+    return torch.maximum(v, _per_channel(floor), out=v), floor
 
 
-def scaled_norm(y: Tensor, shift: Tensor | None, norm: MGN, k: float) -> Tensor:
-    """MGN(k·(y + shift)), shift (B, C) or None, in two passes."""
+def shifted_norm(y: Tensor, floor: Tensor | None, norm: MGN, k: float) -> Tensor:
+    """MGN(k·(y − floor)), floor (B, C) or None for zero, in two passes."""
+    if floor is None:
+        return normed(norm, y, k)
     total, pixels = spatial_sum(y)
-    if shift is not None:
-        total = torch.add(total, shift, alpha=pixels)
-    s, b = norm.affine(total, pixels / k)
-    s = k * s
-    if shift is not None:
-        b = torch.addcmul(b, shift, s) if isinstance(s, Tensor) else torch.add(b, shift, alpha=s)
-    return scale_shift(y, s, b)
+    s, b = norm.affine(torch.sub(total, floor, alpha=pixels), pixels / k)
+    if isinstance(s, Tensor):
+        b = torch.addcmul(b, floor, s, value=-k)
+    else:
+        b = torch.sub(b, floor, alpha=k * s)
+    return add_scaled(_per_channel(b), y, s, k)
 
 
 class PostFusion(nn.Module):
@@ -130,17 +134,16 @@ class PostFusion(nn.Module):
         super().__init__()
         self.act, self.pair = SReLU(a), pair
 
-    def forward(self, z: Tensor, shift: Tensor | float = 0.0, k: float = 1.0) -> Tensor:
-        """norm(conv(SReLU(k·(z + shift)))), k > 0."""
+    def forward(self, z: Tensor, floor: Tensor | None = None, k: float = 1.0) -> Tensor:
+        """norm(conv(SReLU(k·(z − floor)))), k > 0; z may be overwritten."""
         k = k * self.act.a
         conv, norm = self.pair
         if not isinstance(norm, MGN):
-            z = F.relu(z if isinstance(shift, float) else z + _per_channel(shift))
-            return norm(conv(z if k == 1.0 else z * k))
-        z, left = (z.relu(), None) if isinstance(shift, float) else shifted_relu(z, shift)
+            return normed(norm, conv(z.relu() if floor is None else (z - _per_channel(floor)).relu_()), k)
+        z, left = floored(z, floor)
         if left is not None:  # a 1x1 convolution sends channel shifts to channel shifts
             left = left @ conv.kernel()[:, :, 0, 0].mT
-        return scaled_norm(conv(z), left, norm, k)
+        return shifted_norm(conv(z), left, norm, k)
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
         answer = leaf(self)
@@ -155,12 +158,12 @@ class Fusion(nn.Module):
     """M2 / L2: every branch receives every other one.
 
     z̃_i = ẑ_i + Σ_j w_ij·Fuse_ij(ẑ_j), or (1−α2)·ẑ_i + α2·Σ_j w_ij·Fuse_ij(ẑ_j) when alpha is given. Returned
-    as (z, shift, κ) with z̃_i = κ·(z_i + shift_i): the post-fusion layer absorbs κ and the shifts. The up
+    as (z, floor, κ) with z̃_i = κ·(z_i − floor_i): the post-fusion layer absorbs κ and the floors, (B, C). The up
     paths are summed from the lowest resolution upwards, so that each map is up-sampled by 2 once.
 
     Args:
         paths: paths[i][j] is the module from branch j to branch i (None on the diagonal).
-        weights: n x n matrix w (zero on the diagonal).
+        weights: n x n matrix w (zero on the diagonal, and there only).
         alpha: α2, or None for plain sums.
     """
 
@@ -173,36 +176,32 @@ class Fusion(nn.Module):
         super().__init__()
         self.n, self.alpha = len(paths), alpha
         self.weights = [[float(w) for w in row] for row in weights]
+        for i, row in enumerate(self.weights):
+            if any(w == 0.0 for j, w in enumerate(row) if j != i):
+                raise ValueError(f"weights[{i}] = {row}: must be non-zero off the diagonal")
         self.paths = nn.ModuleDict(
             {_key(i, j): m for i, row in enumerate(paths) for j, m in enumerate(row) if m is not None}
         )
 
-    def forward(self, z: list[Tensor]) -> tuple[list[Tensor], list[Tensor | float], float]:
+    def forward(self, z: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None], float]:
+        """In a solve the result may lie over z[0]."""
         kappa, r = (1.0, 1.0) if self.alpha is None else (1 - self.alpha, self.alpha / (1 - self.alpha))
-        out, shifts = [], []
-        for i in range(self.n):
-            acc, shift = z[i], 0.0
+        out, floors = [None] * self.n, [None] * self.n
+        for i in reversed(range(self.n)):  # branch 1, the largest, last: nobody needs it any more
+            acc, floor, weights = z[i], None, self.weights[i]
             for j in range(i):
                 path = self.paths[_key(i, j)]
-                acc, shift = path.pairs[-1].add_to(acc, shift, path.head(z[j]), r * self.weights[i][j])
-            low = None
+                x, k = path.head(z[j])
+                acc, floor = path.pairs[-1].add_to(acc, floor, x, r * weights[j], k)
+            low = None  # the sum over the lower branches is weights[j] · low
             for j in range(self.n - 1, i, -1):
-                y = self._normed(self.paths[_key(i, j)].pair, z[j], r * self.weights[i][j])
-                low = y if low is None else add_up2(y, low)
+                conv, norm = self.paths[_key(i, j)].pair
+                y = normed(norm, conv(z[j]))
+                low = y if low is None else add_up2(y, low, weights[j + 1] / weights[j])
             if low is not None:
-                acc = add_up2(acc if acc is not z[i] or torch.is_grad_enabled() else acc.clone(), low)
-            out.append(acc)
-            shifts.append(shift)
-        return out, shifts, kappa
-
-    @staticmethod
-    def _normed(pair: ConvNorm, x: Tensor, w: float) -> Tensor:
-        """w·norm(conv(x))."""
-        y = pair.conv(x)
-        if isinstance(pair.norm, MGN):
-            s, b = pair.norm.affine(*spatial_sum(y))
-            return scale_shift(y, w * s, w * b)
-        return pair.norm(y) * w if w != 1.0 else pair.norm(y)
+                acc = add_up2(acc, low, r * weights[i + 1])
+            out[i], floors[i] = acc, floor
+        return out, floors, kappa
 
     def matrix(self, leaf: Leaf = _no_answer, train: bool = True) -> list[list[float]]:
         """The n x n comparison matrix M: ‖z̃_i − z̃'_i‖ ≤ Σ_j M_ij ‖ẑ_j − ẑ'_j‖."""
@@ -276,8 +275,8 @@ class FixedPointMap(nn.Module):
     ) -> list[Tensor]:
         masks = masks or [None] * self.n
         z = [block(z[i], u if i == 0 else None, masks[i]) for i, block in enumerate(self.residual)]
-        z, shifts, k = self.fusion(z)
-        return [post(z[i], shifts[i], k) for i, post in enumerate(self.post)]
+        z, floors, k = self.fusion(z)
+        return [post(z[i], floors[i], k) for i, post in enumerate(self.post)]
 
     def matrix(self, leaf: Leaf = _no_answer, train: bool = True) -> np.ndarray:
         """Comparison matrix N_ij = L̄_i·M_ij·L̂_j: ‖f(z)_i − f(z')_i‖ ≤ Σ_j N_ij ‖z_j − z'_j‖."""

@@ -8,7 +8,9 @@ the specification allows. ``None`` means "no answer".
 
 Evaluation is arranged for speed, without a second code path: mean-only normalisation is affine once the means
 are known (``MGN.affine``), so its scale and shift, the slope of the scaled ReLU and the weights of the mixes
-are merged into single passes over the feature map. Tensors are (B, C, H, W), best in ``channels_last``.
+are merged into single passes over the feature map. Plain numbers (slopes, weights of mixes) are never multiplied
+into a tensor: ReLU and convolutions let a factor k > 0 through, so it travels beside its tensor until a pass takes it
+along (``k`` below). Tensors are (B, C, H, W), best in ``channels_last``.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def _into(y: Tensor) -> Tensor | None:
 
 
 def _per_channel(v: Tensor) -> Tensor:
-    return v[..., None, None]
+    return v.view(*v.shape, 1, 1)
 
 
 class Conv(nn.Module):
@@ -127,7 +129,8 @@ class _Norm(nn.Module):
             self.weight.clamp_(-self.gamma, self.gamma)
 
     def scale(self) -> Tensor | float:
-        return self.fixed if self.weight is None else self.weight
+        weight = self.weight
+        return self.fixed if weight is None else weight
 
     def max_scale(self) -> float:
         """max_c |γ_c| of the live weight: γ acts per channel, so the largest one counts."""
@@ -162,17 +165,16 @@ class MGN(_Norm):
 
     def affine(self, total: Tensor, pixels: float) -> tuple[Tensor | float, Tensor]:
         """(s, b) with MGN(y) = s·y + b, from the sums of the channels over the map of H·W pixels, (B, C)."""
-        s, size = self.scale(), self.channels // self.groups
-        part = -1.0 / (pixels * size)  # mu is the sum over a group: the division joins the product
-        mu = total.view(total.shape[0], self.groups, size).sum(2, keepdim=True)
+        s, groups, shape = self.scale(), self.groups, total.shape
+        part = -1.0 / (
+            pixels * (self.channels // groups)
+        )  # mu is a sum over the group: the division joins the product
+        mu = total.view(shape[0], groups, -1).sum(2, keepdim=True)
         if torch.compiler.is_compiling():
             return s, self._spread(mu.squeeze(2), s * part)
-        if self.weight is None:
-            b = (s * part * mu).expand(-1, -1, size)
-        else:
-            shape = (1, self.groups, size)
-            b = torch.addcmul(self.bias.view(shape), mu, s.view(shape), value=part)
-        return s, b.reshape(total.shape)
+        if not isinstance(s, Tensor):
+            return s, (s * part * mu).expand(-1, -1, self.channels // groups).reshape(shape)
+        return s, torch.addcmul(self.bias.view(groups, -1), mu, s.view(groups, -1), value=part).view(shape)
 
     def _spread(self, mu: Tensor, s: Tensor | float) -> Tensor:
         """bias + s·mu for every channel, as a product of matrices: (B, G), (C,) → (B, C).
@@ -190,7 +192,7 @@ class MGN(_Norm):
         return torch.addmm(self.bias.to(work), mu.to(work), member).to(out)
 
     def forward(self, y: Tensor) -> Tensor:
-        return scale_shift(y, *self.affine(*spatial_sum(y)))
+        return normed(self, y)
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
         answer = leaf(self)
@@ -202,25 +204,35 @@ class MGN(_Norm):
 
 
 def spatial_sum(y: Tensor) -> tuple[Tensor, int]:
-    """Sum over the map, (B, C, H, W) → (B, C), and its number of pixels."""
-    return y.sum((2, 3)), y.shape[2] * y.shape[3]
+    """Sum over the map, (B, C, H, W) → (B, C), and its number of pixels.
+
+    In a solve, pooling reads a wide map once in the order of memory; `sum` takes it in strips of channels.
+    """
+    b, c, h, w = y.shape
+    if c >= 128 and y.dtype == torch.float32 and y.device.type == "cpu" and _into(y) is not None:
+        return F.avg_pool2d(y, (h, w), divisor_override=1).view(b, c), h * w
+    return y.sum((2, 3)), h * w
 
 
-def scale_shift(y: Tensor, s: Tensor | float, b: Tensor) -> Tensor:
-    """s·y + b in one pass; s per channel (C,) or a number, b per sample and channel (B, C)."""
-    b = _per_channel(b)
+def add_scaled(acc: Tensor, y: Tensor, s: Tensor | float, k: float = 1.0) -> Tensor:
+    """acc + k·s·y in one pass, over y in a solve; s per channel (C,) or a number."""
     if isinstance(s, Tensor):
-        return torch.addcmul(b, y, _per_channel(s), out=_into(y))
-    return torch.add(b, y, alpha=s, out=_into(y)) if s != 1.0 else torch.add(y, b, out=_into(y))
+        return torch.addcmul(acc, y, _per_channel(s), value=k, out=_into(y))
+    return torch.add(acc, y, alpha=k * s, out=_into(y))
 
 
-def norm_act(norm: _Norm, y: Tensor, a: float) -> Tensor:
-    """SReLU(norm(y)) with the slope merged into the norm: max(0, a·t) = max(0, (a·s)·y + a·b)."""
+def normed(norm: _Norm, y: Tensor, k: float = 1.0) -> Tensor:
+    """norm(k·y)."""
     if isinstance(norm, MGN):
-        s, b = norm.affine(*spatial_sum(y))
-        return scale_shift(y, a * s, a * b).relu_()
-    y = norm(y).relu_()
-    return y if a == 1.0 else y * a
+        total, pixels = spatial_sum(y)
+        s, b = norm.affine(total, pixels / k)
+        return add_scaled(_per_channel(b), y, s, k)
+    return norm(y if k == 1.0 else y * k)
+
+
+def norm_act(norm: _Norm, y: Tensor, a: float, k: float = 1.0) -> tuple[Tensor, float]:
+    """SReLU(norm(k·y)) as (tensor, factor): max(0, a·t) = a·max(0, t)."""
+    return normed(norm, y, k).relu_(), a
 
 
 class SReLU(nn.Module):
@@ -284,8 +296,8 @@ class Up(nn.Module):
         return answer if answer is not None else bounds.lip_up(self.scale, self.scale)
 
 
-def add_up2(z: Tensor, low: Tensor) -> Tensor:
-    """z + Up_2(low) without storing the up-sampled map; (B, C, H, W) and (B, C, H/2, W/2).
+def add_up2(z: Tensor, low: Tensor, weight: float = 1.0) -> Tensor:
+    """z + weight·Up_2(low) without storing the up-sampled map; (B, C, H, W) and (B, C, H/2, W/2). In a solve over z.
 
     In ``channels_last`` the columns of low are doubled by a concatenation of channels; two rows of z then lie behind each
     row of it, and the addition runs over whole rows (its inner loops are long, also in the gradient).
@@ -294,10 +306,11 @@ def add_up2(z: Tensor, low: Tensor) -> Tensor:
     rows = z.permute(0, 2, 3, 1)
     if not rows.is_contiguous():
         blocks = z.view(b, c, h // 2, 2, w // 2, 2)
-        return torch.add(blocks, low[:, :, :, None, :, None], out=_into(blocks)).view(b, c, h, w)
+        low = low[:, :, :, None, :, None]
+        return torch.add(blocks, low, alpha=weight, out=_into(blocks)).view(b, c, h, w)
     rows = rows.view(b, h // 2, 2, w * c)
     low = torch.cat((low, low), 1).permute(0, 2, 3, 1).reshape(b, h // 2, 1, w * c)
-    return torch.add(rows, low, out=_into(rows)).view(b, h, w, c).permute(0, 3, 1, 2)
+    return torch.add(rows, low, alpha=weight, out=_into(rows)).view(b, h, w, c).permute(0, 3, 1, 2)
 
 
 class Chain(nn.Sequential):
@@ -323,22 +336,18 @@ class ConvNorm(Chain):
         return self[1]
 
     def add_to(
-        self, acc: Tensor, shift: Tensor | float, x: Tensor, w: float
-    ) -> tuple[Tensor, Tensor | float]:
-        """(acc, shift) with w·norm(conv(x)) added; per-channel shifts are carried apart, (B, C), to save a
-        pass.
+        self, acc: Tensor, floor: Tensor | None, x: Tensor, w: float, k: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        """(acc, floor) with w·norm(conv(k·x)) added to acc − floor; the shifts per channel are carried apart in floor, (B, C),
+        to save a pass (None: zero).
         """
         y = self.conv(x)
-        if isinstance(self.norm, MGN):
-            s, b = self.norm.affine(*spatial_sum(y))
-            s = _per_channel(w * s) if isinstance(s, Tensor) else w * s
-            acc = (
-                torch.addcmul(acc, y, s, out=_into(y))
-                if isinstance(s, Tensor)
-                else torch.add(acc, y, alpha=s, out=_into(y))
-            )
-            return acc, shift + w * b
-        return torch.add(acc, self.norm(y), alpha=w), shift
+        if not isinstance(self.norm, MGN):
+            return torch.add(acc, normed(self.norm, y, k), alpha=w), floor
+        total, pixels = spatial_sum(y)
+        s, b = self.norm.affine(total, pixels / k)
+        floor = -w * b if floor is None else torch.sub(floor, b, alpha=w)
+        return add_scaled(acc, y, s, w * k), floor
 
 
 class DownPath(nn.Module):
@@ -348,14 +357,16 @@ class DownPath(nn.Module):
         super().__init__()
         self.pairs, self.act = nn.ModuleList(pairs), SReLU(a)
 
-    def head(self, x: Tensor) -> Tensor:
-        """All but the last pair."""
+    def head(self, x: Tensor) -> tuple[Tensor, float]:
+        """All but the last pair, as (tensor, factor)."""
+        k = 1.0
         for pair in self.pairs[:-1]:
-            x = norm_act(pair.norm, pair.conv(x), self.act.a)
-        return x
+            x, k = norm_act(pair.norm, pair.conv(x), self.act.a, k)
+        return x, k
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.pairs[-1](self.head(x))
+        x, k = self.head(x)
+        return normed(self.pairs[-1].norm, self.pairs[-1].conv(x), k)
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
         answer = leaf(self)
