@@ -156,21 +156,23 @@ def anderson_weights(
     Returns:
         alpha (B, n), and ||sum alpha_i g_i|| (B,) up to rounding: if f is affine, the next residual is at most L times it.
     """
-    b = np.arange(len(gram))
-    cross, diag = gram[b, :, anchor], np.diagonal(gram, axis1=1, axis2=2)
-    own = diag[b, anchor][:, None]
-    diff = gram - cross[:, :, None] + (own - cross)[:, None, :]
+    n, b = gram.shape[1], np.arange(len(gram))
+    cross, diag = gram[b, anchor], np.diagonal(gram, axis1=1, axis2=2)
+    own = cross[b, anchor][:, None]
+    right = own - cross
+    system = gram - cross[:, :, None]
+    system += right[:, None, :]  # inner products of the differences g_i - g_a
+    ends = system.reshape(len(gram), n * n)[:, :: n + 1]  # its diagonal
     noise = eps * (diag + own)
-    square = np.maximum(np.diagonal(diff, axis1=1, axis2=2), 0) + 4 * noise
+    square = np.maximum(ends, 0) + 4 * noise
     square[square == 0] = 1.0
     scale = np.sqrt(square)
-    system = diff / (scale[:, :, None] * scale[:, None, :])
-    system[:, range(gram.shape[1]), range(gram.shape[1])] += max(ridge, 1e-14)
-    right = own - cross
+    system /= scale[:, :, None]
+    system /= scale[:, None, :]
+    ends += max(ridge, 1e-14)
     alpha = np.linalg.solve(system, (right / scale)[..., None])[..., 0] / scale
     alpha[b, anchor] = 0.0
-    squared = alpha * alpha
-    predicted = own[:, 0] + ((16 * noise - ridge * square) * squared - alpha * right).sum(1)
+    predicted = own[:, 0] + ((16 * noise - ridge * square) * (alpha * alpha) - alpha * right).sum(1)
     alpha[b, anchor] = 1.0 - alpha.sum(1)
     return alpha, np.sqrt(np.maximum(predicted, eps * own[:, 0]))
 
@@ -252,27 +254,34 @@ class AndersonStep(_SafeStep):
         self.m, self.ridge, self.beta, self.k = m, ridge, beta, -1
         self.history, self.eye, self.eps = layout.empty(m, 2), np.eye(m), torch.finfo(layout.dtype).eps
         self.gram, self.anchor = np.zeros((layout.b, m, m)), np.zeros(layout.b, int)
+        self.fresh = []  # slots whose inner products are not in gram yet: they wait until an accelerated step needs them
 
     def room(self) -> Tensor:
         self.k += 1
-        return self.history[self.k % self.m]
+        slot = self.k % self.m
+        self.fresh = [i for i in self.fresh if i != slot] + [slot]
+        return self.history[slot]
 
     def step(self, accept: np.ndarray, accelerate: np.ndarray, active: np.ndarray) -> Tensor:
         slot, n, guard = self.k % self.m, min(self.k + 1, self.m), self.guard
         fs, gs = self.history[:n, 0], self.history[:n, 1]
-        self.gram[:, slot, :n] = self.gram[:, :n, slot] = to_host(dots(gs, self.g))
         self.anchor = np.where(accept, slot, self.anchor)
         if not accelerate.any():
             if (self.anchor == slot)[active].all():
                 return self.fz
             alpha = self.eye[self.anchor, :n]
-        elif accelerate.all():
-            alpha, guard.promise = anderson_weights(self.gram[:, :n, :n], self.anchor, self.ridge, self.eps)
         else:
-            gram, anchor = self.gram[accelerate, :n, :n], self.anchor[accelerate]
-            alpha, guard.promise = self.eye[self.anchor, :n], np.full(len(accept), np.inf)
-            some = anderson_weights(gram, anchor, self.ridge, self.eps)
-            alpha[accelerate], guard.promise[accelerate] = some
+            for i in self.fresh:
+                self.gram[:, i, :n] = self.gram[:, :n, i] = to_host(dots(gs, gs[i]))
+            self.fresh = []
+            if accelerate.all():
+                gram, anchor = self.gram[:, :n, :n], self.anchor
+                alpha, guard.promise = anderson_weights(gram, anchor, self.ridge, self.eps)
+            else:
+                gram, anchor = self.gram[accelerate, :n, :n], self.anchor[accelerate]
+                alpha, guard.promise = self.eye[self.anchor, :n], np.full(len(accept), np.inf)
+                some = anderson_weights(gram, anchor, self.ridge, self.eps)
+                alpha[accelerate], guard.promise[accelerate] = some
         out = combine(torch.from_numpy(alpha).to(self.g), fs)
         if self.beta != 1:  # mixing acts on accelerated samples only: the fallback stays Picard
             out -= combine(torch.from_numpy((1 - self.beta) * accelerate[:, None] * alpha).to(self.g), gs)
