@@ -11,6 +11,7 @@ the hardest case that the constraint allows for random weights. Writes results/b
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchdeq import get_deq
 
 from lipmdeq.batch import JACOBIAN_RATE, Batch
 from lipmdeq.implicit import JFB, Implicit, Phantom, Unrolled, deq
@@ -34,7 +36,7 @@ from lipmdeq.solvers import Anderson, Picard, SolverWarning
 
 ROOT = Path(__file__).resolve().parent.parent
 TOL, FORWARD, BACKWARD = 1e-3, 18, 20
-BATCH = {"cpu": 64, "paper-cifar10": 16}
+BATCH = {"cpu": 64, "paper-cifar10": 32}
 PAPER = {  # Table 1: speed-up, NFE forward, NFE backward
     "mdeq": (1.0, 17.9, 20.0), "mdeq-jr": (2.22, 7.0, 8.0), "mdeq-pg": (1.41, 15.6, None), "mdeq-jfb": (2.84, 12.3, None),
     "lip-a1.0": (1.28, 16.0, 19.9), "lip-a0.4": (3.33, 5.4, 2.9), "lip-a0.1": (4.75, 2.0, 2.0),
@@ -196,16 +198,14 @@ def one_evaluation(net: nn.Module, x: torch.Tensor, rounds: int, compiled: bool)
         Conv.forward = spy
         net.f(z, u)
         Conv.forward = forward
-        # Where its inputs happen to lie changes the time of a convolution: the limit is the fastest of five.
-        sets = [[(t.clone(), *rest) for t, *rest in seen] for _ in range(5)]
+        # Where its inputs happen to lie changes the time of a convolution: the rounds go through five places.
+        places = itertools.cycle([[(t.clone(), *rest) for t, *rest in seen] for _ in range(5)])
 
-        def convs(inputs):
-            for t, w, s, p in inputs:
+        def convs():
+            for t, w, s, p in next(places):
                 F.conv2d(t, w, stride=s, padding=p)
 
-        tries = interleave({i: lambda i=i: convs(sets[i]) for i in range(5)}, 3)
-        fastest = sets[min(tries, key=lambda i: statistics.median(tries[i]))]
-        jobs = {"convs": lambda: convs(fastest), "eager": lambda: net.f(z, u)}
+        jobs = {"convs": convs, "eager": lambda: net.f(z, u)}
         if compiled:
             fast = torch.compile(net.f)
             jobs["compiled"] = lambda: fast(z, u)
@@ -224,15 +224,20 @@ def overhead(nets: dict, x: torch.Tensor, rounds: int) -> dict:
     ``overhead_picard``: the number of steps comes from the constant L of the hyperparameters (a = 0.4), no residual is
     formed; ``overhead_picard_residuals`` and ``overhead_anderson`` measure the residual of every image in every step. These
     are solves of 18 evaluations, with a full history; ``overhead_<row>`` are Anderson's solves as the rows of Table 1 run them.
+    For comparison ``overhead_torchdeq``, the Anderson of torchdeq for 18 evaluations, and ``overhead_memory``, the limit:
+    a plain read of Anderson's history, six pairs of states, after each evaluation.
     """
     out = {}
     proved = nets["lip-a0.4"].cfg.spec().L("perron", train=False)
+    peer = get_deq(f_solver="anderson", f_max_iter=FORWARD, f_tol=0.0, f_stop_mode="rel")
     forced, free = Anderson(tol=0.0, max_iter=FORWARD), Anderson(tol=TOL, max_iter=FORWARD)
     with torch.no_grad():
         for name, key, solver in (
             ("picard", "lip-a0.4", Picard(tol=TOL, max_iter=FORWARD, L=proved)),
             ("picard_residuals", "lip-a1.0", Picard(tol=0.0, max_iter=FORWARD)),
             ("anderson", "lip-a1.0", forced),
+            ("torchdeq", "lip-a1.0", lambda f, z: peer(lambda *z: tuple(f(list(z))), tuple(z))),
+            ("memory", "lip-a1.0", read_history),
             ("mdeq", "mdeq", forced),
             *((key, key, free) for key in nets if key != "mdeq"),
         ):
@@ -248,10 +253,19 @@ def overhead(nets: dict, x: torch.Tensor, rounds: int) -> dict:
                     return value
 
                 z0 = net.z0(u)
-                total = clock(lambda f=f, solver=solver, z0=z0: solver.solve(f, z0))
+                solve = getattr(solver, "solve", solver)
+                total = clock(lambda f=f, solve=solve, z0=z0: solve(f, z0))
                 shares.append(1 - inside[0] / total)
             out[f"overhead_{name}"] = statistics.median(shares)
     return out
+
+
+def read_history(f, z: list[torch.Tensor]) -> None:
+    """18 evaluations, after each a sum over as many numbers as Anderson's history holds."""
+    history = torch.ones(2 * Anderson().m, sum(t.numel() for t in z))
+    for _ in range(FORWARD):
+        f(z)
+        history.sum()
 
 
 def table_one(nets: dict, x, y, rounds: int) -> dict:
@@ -283,8 +297,6 @@ def table_one(nets: dict, x, y, rounds: int) -> dict:
 
 def against_torchdeq(nets: dict, x, rounds: int) -> dict:
     """4. torchdeq 0.1.0 on the same f: Anderson, implicit backward, same tolerance and caps; > 1: ours is faster."""
-    from torchdeq import get_deq
-
     result = {}
     for name, net in nets.items():
         net.eval()
@@ -390,11 +402,13 @@ def against_explicit(preset: str, nets: dict, x, y, rounds: int) -> dict:
 
 
 def peak_memory(preset: str, iterations: int, unrolled: bool) -> float:
-    """Peak resident megabytes of a process that makes two training steps, above what it held before.
+    """Peak megabytes of a process that makes two training steps, above what it held before.
 
-    The C library gives freed tensors back at once (a fixed threshold), so that tensors are measured, not its habits.
+    The C library gives freed tensors back at once (a fixed threshold) and writes on new ones once, so that what is allocated
+    is measured, as on a GPU. Pages alone would flatter few iterations: a history that is not full yet is not resident.
     """
     env = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    env["MALLOC_PERTURB_"] = "90"
     options = ["--preset", preset, "--memory-child", str(iterations), *["--unrolled"] * unrolled]
     return float(child(*options, **env)[-1])
 
@@ -431,6 +445,8 @@ def show(result: dict) -> None:
         "f_over_convs",
         "f_over_convs_compiled",
         "overhead_anderson",
+        "overhead_torchdeq",
+        "overhead_memory",
         "overhead_picard",
         "overhead_picard_residuals",
         *(f"overhead_{key}" for key in result["vs_torchdeq"]),

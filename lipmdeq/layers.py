@@ -209,7 +209,8 @@ def spatial_sum(y: Tensor) -> tuple[Tensor, int]:
     In a solve, pooling reads a wide map once in the order of memory; `sum` takes it in strips of channels.
     """
     b, c, h, w = y.shape
-    if c >= 128 and y.dtype == torch.float32 and y.device.type == "cpu" and _into(y) is not None:
+    wide = c >= 128 and y.dtype == torch.float32 and y.device.type == "cpu" and _into(y) is not None
+    if wide and y.is_contiguous(memory_format=torch.channels_last):
         return F.avg_pool2d(y, (h, w), divisor_override=1).view(b, c), h * w
     return y.sum((2, 3)), h * w
 

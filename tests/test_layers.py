@@ -9,7 +9,20 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipmdeq.layers import GN, MGN, Chain, Conv, ConvNorm, DownPath, SReLU, Up, UpPath, VariationalDropout
+from lipmdeq.blocks import Fusion
+from lipmdeq.layers import (
+    GN,
+    MGN,
+    Chain,
+    Conv,
+    ConvNorm,
+    DownPath,
+    SReLU,
+    Up,
+    UpPath,
+    VariationalDropout,
+    normed,
+)
 from lipmdeq.norms import conv_norm
 
 torch.set_default_dtype(torch.float32)
@@ -270,3 +283,23 @@ def true_norm_double(conv):
 def test_bad_groups():
     with pytest.raises(ValueError, match="channels = 6: must be divisible by groups = 4"):
         MGN(4, 6)
+
+
+@pytest.mark.parametrize("form", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("shape", [(3, 160, 32, 32), (2, 128, 5, 3), (2, 640, 1, 1), (3, 8, 16, 16)])
+def test_norm_of_wide_maps_in_a_solve(shape, form):
+    """Wide maps are summed another way in a solve: the same norm up to rounding, and the factor in front of it enters."""
+    torch.manual_seed(0)
+    norm = MGN(8, shape[1])
+    norm.weight.data.uniform_(-1, 1), norm.bias.data.normal_()
+    y = (5 + torch.randn(shape)).to(memory_format=form)
+    exact = copy.deepcopy(norm).double()(0.3 * y.double())
+    with torch.no_grad():
+        solved = normed(norm, y.clone(memory_format=torch.preserve_format), 0.3)
+    torch.testing.assert_close(solved, exact.float(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(normed(norm, y, 0.3), exact.float(), atol=2e-5, rtol=0)
+
+
+def test_fusion_weights_must_not_vanish():
+    with pytest.raises(ValueError, match=r"weights\[0\] = \[0.0, 0.0\]: must be non-zero off the diagonal"):
+        Fusion([[None, None], [None, None]], [[0, 0], [1, 0]], None)

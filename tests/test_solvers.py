@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lipmdeq import bounds
+from lipmdeq import acceleration, bounds
 from lipmdeq.acceleration import Layout, anderson_weights
 from lipmdeq.solvers import Anderson, Broyden, ConvergenceError, Picard, SolverWarning
 
@@ -634,3 +634,34 @@ def test_known_constant_at_the_fixed_point_and_with_an_empty_branch():
     assert s.converged.all() and s.steps.tolist()[0] == 1 and s.residuals[-1][0] == 0 and s.nfe < 12
     s = Picard(L=0.5).solve(lambda z: [0.5 * z[0] + 1, z[1]], [torch.zeros(2, 3), torch.zeros(2, 0)])
     assert s.converged.all() and s.nfe == 11
+
+
+def test_inner_products_that_waited_are_those_of_the_history(monkeypatch):
+    """Anderson forms them when an accelerated step needs them, also those of several Picard steps before, in any slot."""
+    steps, pending = [], []
+    weights, made = acceleration.anderson_weights, acceleration.AndersonStep.__init__
+
+    def spy(gram, anchor, ridge, eps):
+        step = steps[-1]
+        n = gram.shape[1]
+        gs = step.history[:n, 1].to(torch.float64).transpose(0, 1)
+        np.testing.assert_allclose(gram, (gs @ gs.mT).numpy(), rtol=1e-6, atol=1e-12)
+        pending.append(step.k)
+        return weights(gram, anchor, ridge, eps)
+
+    def init(self, *args):
+        made(self, *args)
+        steps.append(self)
+
+    monkeypatch.setattr(acceleration, "anderson_weights", spy)
+    monkeypatch.setattr(acceleration.AndersonStep, "__init__", init)
+    torch.manual_seed(0)
+    A = torch.randn(8, 8, dtype=torch.float64)
+    A *= 0.95 / torch.linalg.matrix_norm(A, 2)
+    b = torch.randn(1, 8, dtype=torch.float64)
+    s = Anderson(tol=1e-12, max_iter=60, m=3).solve(lambda z: torch.sin(z @ A.T) + b, torch.zeros_like(b))
+    assert s.reason == "converged"
+    waits = np.diff([-1, *pending])
+    assert len(pending) > 3 and waits.max() > 1, (
+        "no Picard step before an accelerated one: the test tests nothing"
+    )
