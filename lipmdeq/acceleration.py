@@ -62,6 +62,28 @@ class Layout:
         return [t.as_strided(shape, stride).to(dtype) for t, shape, stride, dtype in named]
 
 
+# A history of the last solve, for the next one. The C library gives blocks above 32 MB back to the system as soon as they
+# are free, and to get them again page by page costs about as much as all else that a solver does. On a GPU torch keeps them.
+_SPARE: list[Tensor] = []
+_LARGE = 2**25
+
+
+def take(layout: Layout, *lead: int) -> Tensor:
+    """As `layout.empty(*lead)`, in the memory that was last given back if it fits."""
+    spare = _SPARE.pop() if _SPARE else None
+    if spare is not None and spare.shape == (*lead, layout.b, sum(layout.sizes)):
+        usable = torch.is_inference_mode_enabled() or not spare.is_inference()
+        if usable and spare.dtype == layout.dtype and layout.device.type == "cpu":
+            return spare
+    return layout.empty(*lead)
+
+
+def give_back(block: Tensor) -> None:
+    """Keep a large block on the CPU for the next solve; nobody may use it any more."""
+    if type(block) is Tensor and block.device.type == "cpu" and block.nbytes > _LARGE:
+        _SPARE[:] = [block]
+
+
 def work_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
@@ -179,7 +201,8 @@ def anderson_weights(
 
 # Proposals. `measure(z, fz)` takes an evaluation (lists of branches) and returns ||f(z)-z||, ||f(z)|| (B,); `propose(r, size,
 # active)` returns the next point, `fz` itself for a Picard step of the whole batch; `guess()` tells the residual norm (B,) to
-# expect there; `moved(z)` says that some rows of it were changed. `target` maps ||f(z)|| to the residual norm to reach.
+# expect there; `moved(z)` says that some rows of it were changed; `close()` ends it. `target` maps ||f(z)|| to the residual
+# norm to reach.
 
 
 class _FlatStep:
@@ -202,6 +225,9 @@ class _FlatStep:
 
     def moved(self, z: list[Tensor]) -> None:
         self.z = self.layout.pack(z, self.layout.empty())
+
+    def close(self) -> None:
+        """The solve is over."""
 
 
 class PicardStep(_FlatStep):
@@ -252,9 +278,12 @@ class AndersonStep(_SafeStep):
     def __init__(self, layout: Layout, target: Target, m: int, ridge: float, beta: float):
         super().__init__(layout, target, patience=m - 1)  # so the anchor is never older than the history
         self.m, self.ridge, self.beta, self.k = m, ridge, beta, -1
-        self.history, self.eye, self.eps = layout.empty(m, 2), np.eye(m), torch.finfo(layout.dtype).eps
+        self.history, self.eye, self.eps = take(layout, m, 2), np.eye(m), torch.finfo(layout.dtype).eps
         self.gram, self.anchor = np.zeros((layout.b, m, m)), np.zeros(layout.b, int)
         self.fresh = []  # slots whose inner products are not in gram yet: they wait until an accelerated step needs them
+
+    def close(self) -> None:
+        give_back(self.history)
 
     def room(self) -> Tensor:
         self.k += 1
@@ -294,8 +323,11 @@ class BroydenStep(_SafeStep):
 
     def __init__(self, layout: Layout, target: Target, m: int):
         super().__init__(layout, target, patience=5)
-        self.m, self.n, self.uv = m, 0, layout.empty(m, 2)
+        self.m, self.n, self.uv = m, 0, take(layout, m, 2)
         self.now, self.f_a, self.g_a, self.z_a = layout.empty(2), None, None, None
+
+    def close(self) -> None:
+        give_back(self.uv)
 
     def room(self) -> Tensor:
         return self.now

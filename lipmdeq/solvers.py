@@ -125,6 +125,7 @@ class Solver:
                     z_next = track.patch(0, z_next, held)
                     step.moved(z_next)
             before, z = (z, fz), z_next
+        step.close()
         del step, before  # the history, before copies are made
         if not track.kept.any():
             return track.solution(calls, fz, z, last)

@@ -665,3 +665,37 @@ def test_inner_products_that_waited_are_those_of_the_history(monkeypatch):
     assert len(pending) > 3 and waits.max() > 1, (
         "no Picard step before an accelerated one: the test tests nothing"
     )
+
+
+@pytest.mark.parametrize("solver", [Anderson(tol=1e-6), Broyden(tol=1e-6, m=6)])
+def test_large_histories_are_used_again_and_never_seen(solver):
+    """The memory of a large history serves the next solve; no result lies in it, and it is no trap in other modes."""
+    acceleration._SPARE.clear()
+    torch.manual_seed(0)
+    b = torch.randn(2, 400_000)
+
+    def f(z):
+        return 0.5 * torch.sin(z) + b
+
+    first = solver.solve(f, torch.zeros_like(b))
+    (block,) = acceleration._SPARE
+    kept = first.z.clone()
+    second = solver.solve(lambda z: f(z) + 1, torch.zeros_like(b))
+    assert acceleration._SPARE[0] is block
+    assert torch.equal(first.z, kept) and not torch.equal(first.z, second.z)
+    block.fill_(torch.nan)
+    assert torch.equal(solver.solve(f, torch.zeros_like(b)).z, kept)
+    assert second.z.isfinite().all()
+    with torch.inference_mode():
+        solver.solve(f, torch.zeros(2, 400_000))
+        acceleration._SPARE.clear()
+        assert torch.equal(solver.solve(f, torch.zeros(2, 400_000)).z, kept)
+    assert torch.equal(
+        solver.solve(f, torch.zeros_like(b)).z, kept
+    )  # the block of inference mode is not for here
+    inner = solver.solve(lambda z: f(z) + 0 * solver.solve(f, torch.zeros_like(b)).z, torch.zeros_like(b))
+    assert torch.equal(inner.z, kept)  # a solve inside a solve has its own
+    double = solver.solve(f, torch.zeros(2, 400_000, dtype=torch.double))
+    assert double.z.dtype == torch.double
+    solver.solve(torch.cos, torch.zeros(1, 5))
+    assert not acceleration._SPARE  # a small one drops it
