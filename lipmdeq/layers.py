@@ -300,12 +300,12 @@ class Up(nn.Module):
 def add_up2(z: Tensor, low: Tensor, weight: float = 1.0) -> Tensor:
     """z + weight·Up_2(low) without storing the up-sampled map; (B, C, H, W) and (B, C, H/2, W/2). In a solve over z.
 
-    In ``channels_last`` the columns of low are doubled by a concatenation of channels; two rows of z then lie behind each
-    row of it, and the addition runs over whole rows (its inner loops are long, also in the gradient).
+    In ``channels_last`` with few channels the columns of low are doubled by a concatenation of channels; two rows of z then
+    lie behind each row of it, and the addition runs over whole rows (its inner loops are long, also in the gradient).
     """
     b, c, h, w = z.shape
     rows = z.permute(0, 2, 3, 1)
-    if not rows.is_contiguous():
+    if not rows.is_contiguous() or (c >= 32 and _into(z) is not None):
         blocks = z.view(b, c, h // 2, 2, w // 2, 2)
         low = low[:, :, :, None, :, None]
         return torch.add(blocks, low, alpha=weight, out=_into(blocks)).view(b, c, h, w)
