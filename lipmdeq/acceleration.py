@@ -70,12 +70,13 @@ _LARGE = 2**25
 
 def take(layout: Layout, *lead: int) -> Tensor:
     """As `layout.empty(*lead)`, in the memory that was last given back if it fits."""
-    spare = _SPARE.pop() if _SPARE else None
-    if spare is not None and spare.shape == (*lead, layout.b, sum(layout.sizes)):
-        usable = torch.is_inference_mode_enabled() or not spare.is_inference()
-        if usable and spare.dtype == layout.dtype and layout.device.type == "cpu":
-            return spare
-    return layout.empty(*lead)
+    try:
+        spare = _SPARE.pop()
+    except IndexError:
+        return layout.empty(*lead)
+    fits = spare.shape == (*lead, layout.b, sum(layout.sizes)) and spare.dtype == layout.dtype
+    usable = layout.device.type == "cpu" and (torch.is_inference_mode_enabled() or not spare.is_inference())
+    return spare if fits and usable else layout.empty(*lead)
 
 
 def give_back(block: Tensor) -> None:

@@ -166,9 +166,8 @@ class MGN(_Norm):
     def affine(self, total: Tensor, pixels: float) -> tuple[Tensor | float, Tensor]:
         """(s, b) with MGN(y) = s·y + b, from the sums of the channels over the map of H·W pixels, (B, C)."""
         s, groups, shape = self.scale(), self.groups, total.shape
-        part = -1.0 / (
-            pixels * (self.channels // groups)
-        )  # mu is a sum over the group: the division joins the product
+        # mu is a sum over the group: the division joins the product
+        part = -1.0 / (pixels * (self.channels // groups))
         mu = total.view(shape[0], groups, -1).sum(2, keepdim=True)
         if torch.compiler.is_compiling():
             return s, self._spread(mu.squeeze(2), s * part)

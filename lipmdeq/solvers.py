@@ -238,7 +238,8 @@ class Anderson(Solver):
     """Anderson acceleration, type II, with a relative ridge and the Picard safeguard.
 
     Attributes:
-        m: evaluations kept (the last one included). ridge: relative, see `acceleration.anderson_weights`.
+        m: evaluations kept (the last one included); on the CPU their memory, above 32 MB, stays for the next solve.
+        ridge: relative, see `acceleration.anderson_weights`.
         beta: mixing of accelerated steps, z = sum alpha_i (z_i + beta g_i).
     """
 
