@@ -54,9 +54,13 @@ class Implicit:
         object.__setattr__(self, "solver", replace(self.solver))
 
     def adjoint(self, product: Map, g: list[Tensor], final: Map | None = None) -> Solution:
-        """The Solution whose z is the cotangent; product: x -> x J on lists of branches, final: the same, for the last one."""
+        """The Solution whose z is the cotangent; product: x -> x J on lists of branches, final: the same, for the last one.
+
+        Two products at least: x = g alone, however small its residual, is the gradient of JFB. It tells the weights nothing
+        of J, and in training the rate of f then grows until the tolerance stops it.
+        """
         last = None if final is None else lambda x: _add(final(x), g)
-        return self.solver.solve(lambda x: _add(product(x), g), g, final=last)
+        return self.solver.solve(lambda x: _add(product(x), g), g, final=last, least=2)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,9 @@ class Solver:
         require(whole(self.max_iter, 1), "max_iter", self.max_iter, "a whole number >= 1")
         require(self.stop in ("worst", "mean"), "stop", repr(self.stop), "'worst' or 'mean'")
 
-    def solve(self, f: Map, z0: State, *, throw: bool = False, final: Map | None = None) -> Solution:
+    def solve(
+        self, f: Map, z0: State, *, throw: bool = False, final: Map | None = None, least: int = 1
+    ) -> Solution:
         """Solve z = f(z) from z0, without graph.
 
         Args:
@@ -66,9 +68,10 @@ class Solver:
             z0: tensor (B, ...) or list of such tensors.
             throw: raise ConvergenceError instead of a warning when a sample did not converge.
             final: replaces f in the evaluation that is expected to be the last (there `implicit.deq` records the graph).
+            least: evaluations before a sample may have converged.
         """
         with torch.no_grad(), np.errstate(all="ignore"):
-            solution = self._solve(Calls(f, z0), final)
+            solution = self._solve(Calls(f, z0), final, least)
         if final:
             object.__setattr__(self, "_recent", solution.nfe if solution.reason == "converged" else None)
         if solution.reason != "converged" and self.tol > 0:
@@ -96,7 +99,7 @@ class Solver:
             r, size = step.measure(z, fz)
         return step, (r, size)
 
-    def _solve(self, calls: Calls, final: Map | None) -> Solution:
+    def _solve(self, calls: Calls, final: Map | None, least: int = 1) -> Solution:
         z, before, held = calls.z0, (calls.z0, calls.z0), None
         # How many evaluations this object's last solve took: a guess for this one. It decides which evaluation is `final`
         # (records a graph, say), so it affects cost, and rounding in the last digits: `forget` where bits must agree.
@@ -106,7 +109,10 @@ class Solver:
             fz = calls(z, final if last else None)
             if k == 0:
                 step, (r, size) = self._first(z, fz)
-                track, exact = Track(self, step.layout), _without_autocast(step.layout.device.type)
+                track, exact = (
+                    Track(self, step.layout, min(least, self.max_iter)),
+                    _without_autocast(step.layout.device.type),
+                )
             else:
                 r, size = step.measure(z, fz)
             track.observe(r, size, (z, fz), before)
@@ -154,8 +160,8 @@ class Picard(Solver):
     def _step(self, layout: Layout) -> PicardStep:
         return PicardStep(layout, self.damping)
 
-    def _solve(self, calls: Calls, final: Map | None) -> Solution:
-        return super()._solve(calls, final) if self.L is None else self._a_priori(calls)
+    def _solve(self, calls: Calls, final: Map | None, least: int = 1) -> Solution:
+        return super()._solve(calls, final, least) if self.L is None else self._a_priori(calls)
 
     def _count(self, r0: np.ndarray | None, s0: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Per sample, the smallest k at which the residual is proved <= tol, and the bound there (k = 0: no proof).

@@ -103,8 +103,8 @@ class Track:
     Rows are copied only when they would be lost: when a sample stops before the others do, or when its residual grows.
     """
 
-    def __init__(self, solver: Solver, layout: Layout):
-        b = layout.b
+    def __init__(self, solver: Solver, layout: Layout, least: int = 1):
+        b, self.least = layout.b, least
         self.layout, self.solver, self.k, self.history, self.done, self.stopped = (
             layout,
             solver,
@@ -144,12 +144,14 @@ class Track:
         if lost.any():
             self._save(lost, before)
         self.best, self.kept = np.where(better, value, self.best), (self.kept & ~better) | lost
-        met = active & ~bad & (value < s.tol)
+        met = active & ~bad & (value < s.tol) & (self.k + 1 >= self.least)
         self.status[met], self.status[bad] = 0, np.where(finite[bad], 2, 3)
         self.bad |= bad
         self.active = active & ~bad & ~met if s.stop == "worst" else ~self.bad
         self.steps[self.active != active] = self.k + 1
-        self.done = not self.active.any() or (s.stop == "mean" and value[~self.bad].mean() < s.tol)
+        self.done = not self.active.any() or (
+            s.stop == "mean" and self.k + 1 >= self.least and value[~self.bad].mean() < s.tol
+        )
         self.stopped = not self.active.all()
         early = active & ~self.active & ~bad
         if early.any() and not self.done:

@@ -551,7 +551,7 @@ def test_constant_f_and_unused_branches():
     z, s = deq(lambda z: 2 * x, torch.zeros(2, 3, dtype=DOUBLE))
     assert (
         torch.autograd.grad(z.sum(), x)[0].equal(torch.full((2, 3), 2.0, dtype=DOUBLE))
-        and s.backward.nfe == 1
+        and s.backward.nfe == 2
     )
     fixed = torch.ones(2, 3, dtype=DOUBLE)
     z, _ = deq(lambda z: [0.5 * z[0] + x, fixed], [fixed, fixed], solver=TIGHT, adjoint=RULES[0])
@@ -787,3 +787,37 @@ def test_unknown_keywords_raise():
 def test_unrolled_can_throw():
     with pytest.raises(ConvergenceError, match="max_iter"):
         deq(torch.cos, torch.zeros(2, 3), adjoint=Unrolled(2), solver=Anderson(tol=1e-10), throw=True)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("solver", [Anderson(tol=1e-3), Picard(tol=1e-3), Broyden(tol=1e-3)])
+def test_implicit_is_never_jfb(solver, given):
+    """However small the first residual: the cotangent holds g J for every sample, also beside one that needs more."""
+    torch.manual_seed(0)
+    A = torch.randn(2, 6, 6, dtype=DOUBLE)
+    A = (A / torch.linalg.matrix_norm(A, 2)[:, None, None]).requires_grad_()
+    rate = torch.tensor([4e-4, 0.02], dtype=DOUBLE)[:, None]
+    b, w = torch.randn(2, 6, dtype=DOUBLE), torch.randn(2, 6, dtype=DOUBLE)
+    rule = Implicit(solver)
+    for _ in range(2):  # the second time the length of the solve is foreseen
+        z, s = deq(
+            lambda z: rate * torch.einsum("bij,bj->bi", A, z) + b,
+            torch.zeros_like(b),
+            solver=Anderson(tol=1e-12),
+            adjoint=rule,
+            inputs=[A] if given else [],
+        )
+        (got,) = torch.autograd.grad((w * z).sum(), A)
+    x = torch.linalg.solve((torch.eye(6, dtype=DOUBLE) - rate[:, :, None] * A.detach()).mT, w)
+    exact, jfb = (torch.einsum("bi,bj->bij", rate * c, z.detach()) for c in (x, w))
+    error = (got - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
+    assert s.backward.steps.tolist() == [2, 2] and s.backward.reason == "converged"
+    assert (jfb - exact)[0].norm() > 1e-4 * exact[0].norm() and error[0] < 2e-7 and error[1] < 1e-3
+
+
+def test_one_product_may_be_all():
+    layer = Layer(rate=1e-6)
+    x = torch.randn(3, 6, dtype=DOUBLE)
+    rule = Implicit(Anderson(tol=1e-3, max_iter=1))
+    _, _, s = gradients(layer, x, torch.randn(3, 6, dtype=DOUBLE), rule)
+    assert s.backward.nfe == 1 and s.backward.reason == "converged"
