@@ -56,8 +56,8 @@ class Implicit:
     def adjoint(self, product: Map, g: list[Tensor], final: Map | None = None) -> Solution:
         """The Solution whose z is the cotangent; product: x -> x J on lists of branches, final: the same, for the last one.
 
-        Two products at least: x = g alone, however small its residual, is the gradient of JFB. It tells the weights nothing
-        of J, and in training the rate of f then grows until the tolerance stops it.
+        Two products at least: x = g alone, however small its residual, is the gradient of JFB, which tells the weights nothing
+        of J.
         """
         last = None if final is None else lambda x: _add(final(x), g)
         return self.solver.solve(lambda x: _add(product(x), g), g, final=last, least=2)

@@ -109,10 +109,8 @@ class Solver:
             fz = calls(z, final if last else None)
             if k == 0:
                 step, (r, size) = self._first(z, fz)
-                track, exact = (
-                    Track(self, step.layout, min(least, self.max_iter)),
-                    _without_autocast(step.layout.device.type),
-                )
+                track = Track(self, step.layout, min(least, self.max_iter))
+                exact = _without_autocast(step.layout.device.type)
             else:
                 r, size = step.measure(z, fz)
             track.observe(r, size, (z, fz), before)
