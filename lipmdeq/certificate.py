@@ -94,12 +94,17 @@ def live_constants(
     for m in tqdm(work, desc="certificate", unit="layer", disable=None if progress else True, leave=False):
         c = None
         if isinstance(m, Conv):
-            norm = conv_norm(m.kernel().detach(), sizes[m], stride=m.stride, padding=m.padding)
+            try:
+                norm = conv_norm(m.kernel().detach(), sizes[m], stride=m.stride, padding=m.padding)
+            except ValueError as e:
+                raise ValueError(f"layer f.{names[m]}: cannot be bounded; {e}") from None
             c = m.c
         elif isinstance(m, ConvNorm):
             if m.conv.weight.shape[-1] != 1 or not isinstance(m.norm, MGN):
                 continue
             norm = mixed_1x1_norm(m.conv, m.norm)
+            if not math.isfinite(norm.value):
+                continue  # overflow: the product of both constants stands
         else:
             value = (
                 bounds.lip_gn(m.max_scale(), m.eps) if isinstance(m, GN) else bounds.lip_mgn(m.max_scale())

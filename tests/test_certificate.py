@@ -232,6 +232,23 @@ def test_free_models_get_a_live_certificate():
     assert math.isfinite(certify(build("cpu", "mdeq"), measure=False, progress=False).test["frobenius"])
 
 
+def test_largest_numbers():
+    """An entry of 1e308 has a norm; where the constant overflows there is no certificate, or a sentence with the layer."""
+    net = tiny(0.4)
+    with torch.no_grad():
+        net.f.residual[0].conv1.weight[0, 0, 0, 0] = 1e308
+    cert = certify(net, measure=False, progress=False)
+    assert 1e290 < cert.test["perron"] < math.inf and not cert.certified
+    with torch.no_grad():
+        net.f.post[0].pair.conv.weight.fill_(1e200)
+        net.f.residual[0].norm3.weight.fill_(1e200)
+    assert certify(net, measure=False, progress=False).test["perron"] == math.inf
+    with torch.no_grad():
+        net.f.residual[0].conv1.weight.fill_(1e308)
+    with pytest.raises(ValueError, match=r"layer f\.residual\.0\.conv1: cannot be bounded; norm = "):
+        certify(net, measure=False, progress=False)
+
+
 @pytest.mark.parametrize("what", ["unknown", "subclass", "hook", "nan", "inf", "slope"])
 def test_refusals_name_the_layer(what):
     net = tiny(0.4)
