@@ -144,12 +144,16 @@ class _Norm(nn.Module):
 
 
 class GN(_Norm):
-    """Group normalisation (Lemma ``lem:gn``): constant max|γ_c|/√ε, reached where a group is constant."""
+    """Group normalisation (Lemma ``lem:gn``): constant max|γ_c|/√ε, reached where a group is constant.
+
+    Without affine parameters the scale is min(1, γ̄), as in :class:`MGN`.
+    """
 
     eps = 1e-5
 
     def forward(self, y: Tensor) -> Tensor:
-        return F.group_norm(y, self.groups, self.weight, self.bias, self.eps)
+        out = F.group_norm(y, self.groups, self.weight, self.bias, self.eps)
+        return out if self.weight is not None or self.fixed == 1.0 else self.fixed * out
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
         answer = leaf(self)

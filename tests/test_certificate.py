@@ -109,6 +109,20 @@ def test_attack_on_the_parameters(a, train):
     assert worst > 0.02 * limit  # the attack did push: the test can fail
 
 
+def test_small_gamma_without_affine_part():
+    """The post-fusion norm has no γ of its own: the certificate counts min(1, γ̄) there, and f must apply it (S2)."""
+    net = tiny(1.0, channels=(8,), head_channels=(4,), ablation="S2", gamma=0.1, post_affine=False).eval()
+    with torch.no_grad():  # positive maps that hardly vary: the last norm divides by √ε
+        for name, p in net.f.named_parameters():
+            if name.endswith("bias"):
+                p.fill_(1.0 if "norm3" in name else 0.0)
+        net.f.post[0].pair.conv.weight.copy_(1.9 * torch.eye(8)[:, :, None, None])
+    proved = certify(net, measure=False, progress=False).test["spectral"]
+    z, u = state(net, 1)
+    found = JacobianProbe(lambda t: net.f(t, 1e-6 * u), [1e-6 * t for t in z]).norm(50).item()
+    assert 0.1 * proved < found <= proved
+
+
 @pytest.mark.parametrize("a", [0.1, 0.4])
 def test_attack_on_pairs(a):
     """Gradient ascent on ‖f(z) − f(z')‖/‖z − z'‖ from 200 starts (one sample each)."""

@@ -66,10 +66,13 @@ def test_norms_stay_below_their_constant(seed, scale, kind):
     assert (layer(x) - layer(y)).norm() <= bound * (x - y).norm() * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    "affine, gamma", [(True, 1.0), (False, 1.0), (False, 0.1), (False, 3.0), (False, None)]
+)
 @pytest.mark.parametrize("kind", [GN, MGN])
-def test_norms_reach_their_constant(kind):
+def test_norms_reach_their_constant(kind, affine, gamma):
     """GN at a constant group (variance 0) and MGN anywhere: a zero-sum direction in the channel of the largest |γ|."""
-    layer = norm_layer(kind)
+    layer = norm_layer(kind) if affine else kind(2, 6, False, gamma).double()
     x = torch.full((1, 6, 4, 4), 0.3, dtype=torch.double)
     v = torch.zeros_like(x)
     v[0, 0, 0, 0], v[0, 0, 1, 1] = 1e-7, -1e-7
