@@ -125,9 +125,17 @@ def live_constants(
     return constants, rows
 
 
-def conv_sizes(f: FixedPointMap, scale: float) -> dict[Conv, tuple[int, int]]:
-    """Input map of every convolution when the image is ``scale`` times as large as the configuration says."""
-    return {m: tuple(int(s * scale) for s in m.size) for m in f.modules() if isinstance(m, Conv)}
+def conv_sizes(f: FixedPointMap, image_size: int, configured: int) -> dict[Conv, tuple[int, int]]:
+    """Input map of every convolution for images of another size than that of the configuration, in whole numbers."""
+    sizes = {}
+    for name, m in f.named_modules():
+        if isinstance(m, Conv):
+            if any(s * image_size % configured for s in m.size):
+                raise ValueError(
+                    f"image_size = {image_size}: layer f.{name}, {m.size} at {configured}, has no whole size"
+                )
+            sizes[m] = tuple(s * image_size // configured for s in m.size)
+    return sizes
 
 
 def readings(matrix: np.ndarray, tol: float) -> dict:
@@ -354,7 +362,7 @@ def certify(
     if image_size < 1 or image_size % step:
         raise ValueError(f"image_size = {image_size}: must be a multiple of {step}")
     refuse_unknown(f)
-    constants, rows = live_constants(f, conv_sizes(f, image_size / cfg.image_size), progress)
+    constants, rows = live_constants(f, conv_sizes(f, image_size, cfg.image_size), progress)
     proved = {
         mode: readings(f.matrix(constants.get, train=mode == "train"), tol) for mode in ("test", "train")
     }

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lipmdeq import bounds
-from lipmdeq.certificate import JacobianProbe, certify, mixed_1x1_norm
+from lipmdeq.certificate import JacobianProbe, certify, conv_sizes, mixed_1x1_norm
 from lipmdeq.layers import MGN, Conv
 from lipmdeq.model import build
 
@@ -237,6 +237,21 @@ def test_a_certificate_for_a_larger_image_is_larger():
     assert large.test["spectral"] >= small.test["spectral"] * 0.999
     with pytest.raises(ValueError, match="image_size = 9"):
         certify(net, 9)
+
+
+@pytest.mark.parametrize("configured", [8, 44, 60])
+def test_map_sizes_are_whole_numbers(configured):
+    """60/44 · 44 is 59.99… in floating point: a map of 59 pixels has a smaller norm than that of 60."""
+    sizes = dict(channels=(8, 8, 8), groups=8, expansion=1, head_channels=(4, 4, 4), head_features=8)
+    net = build("cpu", constrain=False, image_size=configured, **sizes)
+    for size in range(4, 65, 4):
+        found = conv_sizes(net.f, size, configured)
+        for i, block in enumerate(net.f.residual):
+            assert found[block.conv1] == net.cfg.sizes(size)[i]
+        assert found[net.f.fusion.paths["1to3"].pairs[1].conv] == net.cfg.sizes(size)[1]
+    net.f.residual[0].conv1.size = (configured + 1, configured)
+    with pytest.raises(ValueError, match=r"image_size = 62: layer f\.residual\.0\.conv1.* no whole size"):
+        conv_sizes(net.f, 62, configured)
 
 
 def test_free_models_get_a_live_certificate():
