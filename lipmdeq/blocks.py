@@ -101,17 +101,18 @@ class ResidualBlock(nn.Module):
         return bounds.lip_compose(mix, self.act.lipschitz(leaf, train), self.norm3.lipschitz(leaf, train))
 
 
-def floored(v: Tensor, floor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """max(0, v − floor) as (w, left), equal to w − left: floor and left (B, C) or None for zero.
+def floored(v: Tensor, floor: Tensor | None, own: bool = True) -> tuple[Tensor, Tensor | None]:
+    """max(0, v − floor) as (w, left), equal to w − left: floor and left (B, C) or None for zero. In a solve over v if it
+    is ours.
 
     In a solve max(0, v − t) = max(v, t) − t, and − t joins what follows, which saves a pass. Under autograd it would cost
     more than it saves: the gradient of a maximum of two tensors takes five passes, that of ReLU one.
     """
     if floor is None:
-        return (v.relu() if _into(v) is None else v.relu_()), None
+        return (v.relu() if _into(v, own) is None else v.relu_()), None
     if _into(v) is None:
         return (v - _per_channel(floor)).relu_(), None
-    return torch.maximum(v, _per_channel(floor), out=v), floor
+    return torch.maximum(v, _per_channel(floor), out=_into(v, own)), floor
 
 
 def shifted_norm(y: Tensor, floor: Tensor | None, norm: MGN, k: float) -> Tensor:
@@ -134,13 +135,13 @@ class PostFusion(nn.Module):
         super().__init__()
         self.act, self.pair = SReLU(a), pair
 
-    def forward(self, z: Tensor, floor: Tensor | None = None, k: float = 1.0) -> Tensor:
-        """norm(conv(SReLU(k·(z − floor)))), k > 0; z may be overwritten."""
+    def forward(self, z: Tensor, floor: Tensor | None = None, k: float = 1.0, own: bool = False) -> Tensor:
+        """norm(conv(SReLU(k·(z − floor)))), k > 0; own: z may be overwritten."""
         k = k * self.act.a
         conv, norm = self.pair
         if not isinstance(norm, MGN):
             return normed(norm, conv(z.relu() if floor is None else (z - _per_channel(floor)).relu_()), k)
-        z, left = floored(z, floor)
+        z, left = floored(z, floor, own)
         if left is not None:  # a 1x1 convolution sends channel shifts to channel shifts
             left = left @ conv.kernel()[:, :, 0, 0].mT
         return shifted_norm(conv(z), left, norm, k)
@@ -183,8 +184,8 @@ class Fusion(nn.Module):
             {_key(i, j): m for i, row in enumerate(paths) for j, m in enumerate(row) if m is not None}
         )
 
-    def forward(self, z: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None], float]:
-        """In a solve the result may lie over z[0]."""
+    def forward(self, z: list[Tensor], own: bool = False) -> tuple[list[Tensor], list[Tensor | None], float]:
+        """(z, floor, κ) of the class's description; own: z may be overwritten (with one branch the result is z itself)."""
         kappa, r = (1.0, 1.0) if self.alpha is None else (1 - self.alpha, self.alpha / (1 - self.alpha))
         out, floors = [None] * self.n, [None] * self.n
         for i in reversed(range(self.n)):  # branch 1, the largest, last: nobody needs it any more
@@ -199,7 +200,7 @@ class Fusion(nn.Module):
                 y = normed(norm, conv(z[j]))
                 low = y if low is None else add_up2(y, low, weights[j + 1] / weights[j])
             if low is not None:
-                acc = add_up2(acc, low, r * weights[i + 1])
+                acc = add_up2(acc, low, r * weights[i + 1], own or i > 0)
             out[i], floors[i] = acc, floor
         return out, floors, kappa
 
@@ -283,8 +284,8 @@ class FixedPointMap(nn.Module):
         masks = masks or [None] * self.n
         u = [u] + [None] * (self.n - 1) if isinstance(u, Tensor) else u
         z = [block(z[i], u[i], masks[i]) for i, block in enumerate(self.residual)]
-        z, floors, k = self.fusion(z)
-        return [post(z[i], floors[i], k) for i, post in enumerate(self.post)]
+        z, floors, k = self.fusion(z, own=True)  # the residual blocks made them
+        return [post(z[i], floors[i], k, own=True) for i, post in enumerate(self.post)]
 
     def hidden(self, z: Sequence[Tensor], u: Sequence[Tensor | None]) -> list[Tensor]:
         """Which hidden units of the residual blocks are on at z: booleans (B, E·C_i, H_i, W_i)."""

@@ -94,20 +94,21 @@ def live_constants(
     work = [m for m in f.modules() if isinstance(m, Conv | UnitConv | Potential | GN | MGN | ConvNorm)]
     for m in tqdm(work, desc="certificate", unit="layer", disable=None if progress else True, leave=False):
         c = None
-        if isinstance(m, Conv):
-            norm = conv_norm(m.kernel().detach(), sizes[m], stride=m.stride, padding=m.padding)
-            c = m.c
-        elif isinstance(m, UnitConv | Potential):
-            norm = conv_norm(m.kernel().detach(), sizes[m], stride=m.stride, padding=m.padding)
-            c = 1.0
+        if isinstance(m, Conv | UnitConv | Potential):
+            try:
+                norm = conv_norm(m.kernel().detach(), sizes[m], stride=m.stride, padding=m.padding)
+            except ValueError as e:
+                raise ValueError(f"layer f.{names[m]}: cannot be bounded; {e}") from None
+            c = m.c if isinstance(m, Conv) else 1.0
             if isinstance(m, Potential):  # ‖A‖² ≤ s gives max(1, 2s − 1), whoever made A
-                norm = Norm(
-                    max(1.0, 2 * norm.value**2 - 1), norm.kind, f"‖A‖ ≤ {norm.value:.4f}: {norm.method}"
-                )
+                how = f"‖A‖ ≤ {norm.value:.4f}: {norm.method}"
+                norm = Norm(max(1.0, 2 * norm.value**2 - 1), norm.kind, how)
         elif isinstance(m, ConvNorm):
             if m.conv.weight.shape[-1] != 1 or not isinstance(m.norm, MGN):
                 continue
             norm = mixed_1x1_norm(m.conv, m.norm)
+            if not math.isfinite(norm.value):
+                continue  # overflow: the product of both constants stands
         else:
             value = (
                 bounds.lip_gn(m.max_scale(), m.eps) if isinstance(m, GN) else bounds.lip_mgn(m.max_scale())
@@ -128,10 +129,17 @@ def live_constants(
     return constants, rows
 
 
-def conv_sizes(f: FixedPointMap, scale: float) -> dict[Conv, tuple[int, int]]:
-    """Input map of every convolution when the image is ``scale`` times as large as the configuration says."""
-    sized = Conv | UnitConv | Potential
-    return {m: tuple(int(s * scale) for s in m.size) for m in f.modules() if isinstance(m, sized)}
+def conv_sizes(f: FixedPointMap, image_size: int, configured: int) -> dict[Conv, tuple[int, int]]:
+    """Input map of every convolution for images of another size than that of the configuration, in whole numbers."""
+    sizes = {}
+    for name, m in f.named_modules():
+        if isinstance(m, Conv | UnitConv | Potential):
+            if any(s * image_size % configured for s in m.size):
+                raise ValueError(
+                    f"image_size = {image_size}: layer f.{name}, {m.size} at {configured}, has no whole size"
+                )
+            sizes[m] = tuple(s * image_size // configured for s in m.size)
+    return sizes
 
 
 def readings(matrix: np.ndarray, tol: float) -> dict:
@@ -357,7 +365,7 @@ def certify(
     if image_size < 1 or image_size % cfg.step:
         raise ValueError(f"image_size = {image_size}: must be a multiple of {cfg.step}")
     refuse_unknown(f)
-    constants, rows = live_constants(f, conv_sizes(f, image_size / cfg.image_size), progress)
+    constants, rows = live_constants(f, conv_sizes(f, image_size, cfg.image_size), progress)
     proved = {
         mode: readings(f.matrix(constants.get, train=mode == "train"), tol) for mode in ("test", "train")
     }

@@ -11,6 +11,9 @@ are known (``MGN.affine``), so its scale and shift, the slope of the scaled ReLU
 are merged into single passes over the feature map. Plain numbers (slopes, weights of mixes) are never multiplied
 into a tensor: ReLU and convolutions let a factor k > 0 through, so it travels beside its tensor until a pass takes it
 along (``k`` below). Tensors are (B, C, H, W), best in ``channels_last``.
+
+No module writes into its input. In a solve (no graph) the passes above go over tensors that f made itself: the functions
+``normed``, ``norm_act``, ``add_scaled`` and ``add_up2`` then overwrite their tensor unless told that it is not theirs (``own``).
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ def _no_answer(module: nn.Module) -> float | None:
     return None
 
 
-def _into(y: Tensor) -> Tensor | None:
-    """Where an element-wise result may go: over y itself in a solve, a new tensor when autograd records."""
-    return None if torch.is_grad_enabled() or torch.compiler.is_compiling() else y
+def _into(y: Tensor, own: bool = True) -> Tensor | None:
+    """Where an element-wise result may go: over y itself in a solve if it is ours, a new tensor when autograd records."""
+    return None if not own or torch.is_grad_enabled() or torch.compiler.is_compiling() else y
 
 
 def _per_channel(v: Tensor) -> Tensor:
@@ -179,12 +182,16 @@ class _Norm(nn.Module):
 
 
 class GN(_Norm):
-    """Group normalisation (Lemma ``lem:gn``): constant max|γ_c|/√ε, reached where a group is constant."""
+    """Group normalisation (Lemma ``lem:gn``): constant max|γ_c|/√ε, reached where a group is constant.
+
+    Without affine parameters the scale is min(1, γ̄), as in :class:`MGN`.
+    """
 
     eps = 1e-5
 
     def forward(self, y: Tensor) -> Tensor:
-        return F.group_norm(y, self.groups, self.weight, self.bias, self.eps)
+        out = F.group_norm(y, self.groups, self.weight, self.bias, self.eps)
+        return out if self.weight is not None or self.fixed == 1.0 else self.fixed * out
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
         answer = leaf(self)
@@ -229,7 +236,7 @@ class MGN(_Norm):
         return torch.addmm(self.bias.to(work), mu.to(work), member).to(out)
 
     def forward(self, y: Tensor) -> Tensor:
-        return normed(self, y)
+        return normed(self, y, own=False)
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
         answer = leaf(self)
@@ -252,19 +259,19 @@ def spatial_sum(y: Tensor) -> tuple[Tensor, int]:
     return y.sum((2, 3)), h * w
 
 
-def add_scaled(acc: Tensor, y: Tensor, s: Tensor | float, k: float = 1.0) -> Tensor:
-    """acc + k·s·y in one pass, over y in a solve; s per channel (C,) or a number."""
+def add_scaled(acc: Tensor, y: Tensor, s: Tensor | float, k: float = 1.0, own: bool = True) -> Tensor:
+    """acc + k·s·y in one pass, in a solve over y if it is ours; s per channel (C,) or a number."""
     if isinstance(s, Tensor):
-        return torch.addcmul(acc, y, _per_channel(s), value=k, out=_into(y))
-    return torch.add(acc, y, alpha=k * s, out=_into(y))
+        return torch.addcmul(acc, y, _per_channel(s), value=k, out=_into(y, own))
+    return torch.add(acc, y, alpha=k * s, out=_into(y, own))
 
 
-def normed(norm: _Norm, y: Tensor, k: float = 1.0) -> Tensor:
-    """norm(k·y)."""
+def normed(norm: _Norm, y: Tensor, k: float = 1.0, own: bool = True) -> Tensor:
+    """norm(k·y), in a solve over y if it is ours."""
     if isinstance(norm, MGN):
         total, pixels = spatial_sum(y)
         s, b = norm.affine(total, pixels / k)
-        return add_scaled(_per_channel(b), y, s, k)
+        return add_scaled(_per_channel(b), y, s, k, own)
     return norm(y if k == 1.0 else y * k)
 
 
@@ -334,8 +341,9 @@ class Up(nn.Module):
         return answer if answer is not None else bounds.lip_up(self.scale, self.scale)
 
 
-def add_up2(z: Tensor, low: Tensor, weight: float = 1.0) -> Tensor:
-    """z + weight·Up_2(low) without storing the up-sampled map; (B, C, H, W) and (B, C, H/2, W/2). In a solve over z.
+def add_up2(z: Tensor, low: Tensor, weight: float = 1.0, own: bool = True) -> Tensor:
+    """z + weight·Up_2(low) without storing the up-sampled map; (B, C, H, W) and (B, C, H/2, W/2). In a solve over z if
+    it is ours.
 
     In ``channels_last`` with few channels the columns of low are doubled by a concatenation of channels; two rows of z then
     lie behind each row of it, and the addition runs over whole rows (its inner loops are long, also in the gradient).
@@ -345,10 +353,10 @@ def add_up2(z: Tensor, low: Tensor, weight: float = 1.0) -> Tensor:
     if not rows.is_contiguous() or (c >= 32 and _into(z) is not None):
         blocks = z.view(b, c, h // 2, 2, w // 2, 2)
         low = low[:, :, :, None, :, None]
-        return torch.add(blocks, low, alpha=weight, out=_into(blocks)).view(b, c, h, w)
+        return torch.add(blocks, low, alpha=weight, out=_into(blocks, own)).view(b, c, h, w)
     rows = rows.view(b, h // 2, 2, w * c)
     low = torch.cat((low, low), 1).permute(0, 2, 3, 1).reshape(b, h // 2, 1, w * c)
-    return torch.add(rows, low, alpha=weight, out=_into(rows)).view(b, h, w, c).permute(0, 3, 1, 2)
+    return torch.add(rows, low, alpha=weight, out=_into(rows, own)).view(b, h, w, c).permute(0, 3, 1, 2)
 
 
 class Chain(nn.Sequential):
