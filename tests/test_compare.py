@@ -218,4 +218,6 @@ def test_the_command_compares_what_a_reader_sees(tmp_path):
     (curve,) = [curve for curve in CURVE.finditer(svg) if curve[1].count("L") == 2]
     output["data"][SVG] = stretched(svg, curve)
     done = run_notebook(tmp_path, notebook)
-    assert done.returncode == 1 and "the stored picture" in done.stdout and "line2d" in done.stdout, done.stdout
+    assert done.returncode == 1 and "the stored picture" in done.stdout and "line2d" in done.stdout, (
+        done.stdout
+    )
