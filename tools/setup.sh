@@ -49,7 +49,7 @@ make_venv() {
 }
 
 progress() { # one line every 20 seconds, so that nobody wonders whether it hangs
-  while sleep 20; do say "  … $(($(date +%s) - start)) s, $(du -sm "$VENV" 2>/dev/null | cut -f1) MB installed"; done
+  while sleep 20 >/dev/null 2>&1; do say "  … $(($(date +%s) - start)) s, $(du -sm "$VENV" 2>/dev/null | cut -f1) MB installed"; done
 }
 
 [ -f "$STAMP" ] && [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ] && exit 0
