@@ -154,7 +154,7 @@ CHOICES = {
 _MDEQ = {
     "a": 1.0, "norm": "gn", "clip": False, "constrain": False, "fusion": "sum", "mix1": False, "mix2": False, "weight_norm": True
 }  # fmt: skip
-ABLATIONS = {
+ABLATIONS = {  # what each row of lipmdeq.spec.ABLATIONS changes: one name means the same in both places
     "S1": {"clip": False},
     "S2": {"norm": "gn"},
     "S3": {"constrain": False},
@@ -162,7 +162,9 @@ ABLATIONS = {
     "S4-sum": {"fusion": "sum"},
     "S5": {"mix1": False},
     "S6": {"mix2": False},
+    "S6-sum": {"mix2": False, "fusion": "sum"},
     "S7": {"mix1": False, "mix2": False},
+    "S7-sum": {"mix1": False, "mix2": False, "fusion": "sum"},
 }
 POTENTIAL = {
     "expansion": 3,
@@ -214,7 +216,9 @@ def configure(
 
     Args:
         preset: one of ``PRESETS`` (the sizes). model: "lipschitz" or "mdeq". ablation: None or one of
-        ``ABLATIONS`` (S1–S7 of Table 2; "S4" is the uniform mean that was run, "S4-sum" the printed sum).
+        ``ABLATIONS`` (S1–S7 of Table 2). S4 fuses with the uniform mean, S6 and S7 with the softmax weights,
+        S4-sum, S6-sum and S7-sum with plain sums. The authors' code ran S4, S6-sum and S7-sum; the paper's
+        text describes S4-sum, S6 and S7.
         changes: fields of :class:`ModelConfig`; n=… keeps the first n branches; block="potential" brings its own
         defaults (``POTENTIAL``, and a stem twice as wide).
     """

@@ -16,7 +16,7 @@ from pathlib import Path
 from lipmdeq.constants import check_choice, check_range, check_whole
 
 PRESETS = ("digits", "cpu", "cpu32", "cpu-imagenet", "paper-cifar10", "paper-imagenet", "mdeq-tiny")
-ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S7")
+ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S6-sum", "S7", "S7-sum")
 BOOKKEEPING = ("out", "data_root")  # do not change any number of a run
 FAMILIES = {  # what parameters are where nothing is said
     "paper": {"a": 0.4, "alpha2": 0.3, "p": 0.3, "injection": "first"},
