@@ -23,7 +23,7 @@ from lipmdeq import records, training
 from lipmdeq.__main__ import main
 from lipmdeq.batch import Sums, jacobian_weight, learning_rate, stream
 from lipmdeq.certificate import certify
-from lipmdeq.depth import Depth, depth
+from lipmdeq.depth import depth
 from lipmdeq.parallel import World
 from lipmdeq.report import Summary, curves, make_record
 from lipmdeq.runconfig import ParameterError, RunConfig, RunError
@@ -63,7 +63,15 @@ def open_run(cfg: RunConfig, out: Path) -> Run:
 def numbers(value):
     """A record without what may differ between two runs with equal numbers: times, places, what is only measured."""
     drop = ["seconds", "milliseconds_per_step", "memory", "started", "finished", "code", "out"]
-    drop += ["measured", "measured_norm", "measured_norm_D", "spectral_radius", "points", "observed_steps", "slack"]
+    drop += [
+        "measured",
+        "measured_norm",
+        "measured_norm_D",
+        "spectral_radius",
+        "points",
+        "observed_steps",
+        "slack",
+    ]
     if isinstance(value, dict):
         return {k: numbers(v) for k, v in value.items() if k not in drop}
     return [numbers(v) for v in value] if isinstance(value, list) else value
