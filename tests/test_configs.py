@@ -273,7 +273,10 @@ def graph(folder: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
 
 
-COMPLETE = ("--config", "tables=table1,figure4")  # tables that have all their records; rows of both are shared
+COMPLETE = (
+    "--config",
+    "tables=table1,figure4",
+)  # tables that have all their records; rows of both are shared
 
 
 def planned(folder: Path) -> list[str]:
