@@ -273,10 +273,8 @@ def graph(folder: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
 
 
-COMPLETE = (
-    "--config",
-    "tables=table1,figure4",
-)  # tables that have all their records; rows of both are shared
+# Tables that have all their records; rows of both are shared.
+COMPLETE = ("--config", "tables=table1,figure4")
 
 
 def planned(folder: Path) -> list[str]:
