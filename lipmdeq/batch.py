@@ -68,7 +68,7 @@ def jacobian_weight(cfg: RunConfig, epoch: int, step: int) -> float:
 def equilibrium(m: nn.Module, x: Tensor, autocast: Autocast = nullcontext, pair: bool = False):
     """(z*, Solution) of images x (B, C, H, W). Stem and f are evaluated under autocast; states stay in single precision."""
     with autocast():
-        u = m.stem(x.contiguous(memory_format=torch.channels_last))
+        u = m.inject(x)
     masks = m.f.masks(u)
     wide = torch.promote_types(u.dtype, torch.float32)
 

@@ -235,11 +235,16 @@ class MDEQ(nn.Module):
         cfg: what to build.
         solver: forward solver (any of :mod:`lipmdeq.solvers`).
         adjoint: gradient rule (any of :mod:`lipmdeq.implicit`).
+
+    Attributes:
+        largest_image: largest side of images that are taken, that of the configuration: ‖W‖₂ ≤ c is enforced for its maps, and
+            holds on smaller ones (their operator is a part of the larger one). ``certify(model, image_size)`` proves a bound
+            for larger images; set this to use it. A model without the constraint takes all sizes.
     """
 
     def __init__(self, cfg: ModelConfig, solver=None, adjoint=None):
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.largest_image = cfg, cfg.image_size
         self.solver = solver or Anderson(tol=1e-3, max_iter=18)
         self.adjoint = adjoint or Implicit(Anderson(tol=1e-3, max_iter=20))
         c1, s = cfg.channels[0], cfg.stem_stride
@@ -259,9 +264,24 @@ class MDEQ(nn.Module):
             for i, ci in enumerate(self.cfg.channels)
         ]
 
+    def inject(self, x: Tensor) -> Tensor:
+        """u = stem(x) for images x (B, C, H, W), H and W at most ``largest_image``."""
+        height, width = x.shape[2:]
+        step = self.cfg.stem_stride**2 * 2 ** (self.cfg.n - 1)
+        if height % step or width % step:
+            raise ValueError(
+                f"image size = {height}x{width}: must be multiples of {step} for {self.cfg.n} branches"
+            )
+        if self.cfg.constrain and max(height, width) > self.largest_image:
+            raise ValueError(
+                f"image size = {height}x{width}: must be at most {self.largest_image}x{self.largest_image}, for which f is "
+                f"constrained; certify(model, {max(height, width)}) proves a bound there, model.largest_image takes such images"
+            )
+        return self.stem(x.contiguous(memory_format=torch.channels_last))
+
     def equilibrium(self, x: Tensor, solver=None, adjoint=None):
         """(z*, Solution) for images x (B, C, H, W)."""
-        u = self.stem(x.contiguous(memory_format=torch.channels_last))
+        u = self.inject(x)
         masks = self.f.masks(u)
         return deq(
             lambda z: self.f(z, u, masks),
