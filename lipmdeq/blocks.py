@@ -217,8 +217,8 @@ class Fusion(nn.Module):
 
 
 class FixedPointMap(nn.Module):
-    """f_θ(z; x) = post-fusion(fusion(residual(z))) on the list of branches; u is the injected input, only in
-    branch 1.
+    """f_θ(z; x) = post-fusion(fusion(residual(z))) on the list of branches; u is the injected input: that of branch 1, or a
+    list with one for each branch (None: nothing enters there).
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -271,13 +271,25 @@ class FixedPointMap(nn.Module):
         """Dropout masks for one forward pass, to be held through both solves; None where dropout is off."""
         return [block.drop.draw(like.shape[0], block.norm2.channels, like) for block in self.residual]
 
+    def hold(self, u: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What stays the same through both solves of a batch: the masks."""
+        return self.masks(u[0])
+
     def forward(
-        self, z: Sequence[Tensor], u: Tensor, masks: Sequence[Tensor | None] | None = None
+        self,
+        z: Sequence[Tensor],
+        u: Tensor | Sequence[Tensor | None],
+        masks: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor]:
         masks = masks or [None] * self.n
-        z = [block(z[i], u if i == 0 else None, masks[i]) for i, block in enumerate(self.residual)]
+        u = [u] + [None] * (self.n - 1) if isinstance(u, Tensor) else u
+        z = [block(z[i], u[i], masks[i]) for i, block in enumerate(self.residual)]
         z, floors, k = self.fusion(z, own=True)  # the residual blocks made them
         return [post(z[i], floors[i], k, own=True) for i, post in enumerate(self.post)]
+
+    def hidden(self, z: Sequence[Tensor], u: Sequence[Tensor | None]) -> list[Tensor]:
+        """Which hidden units of the residual blocks are on at z: booleans (B, E·C_i, H_i, W_i)."""
+        return [normed(b.norm1, b.conv1(zi)) > 0 for b, zi in zip(self.residual, z, strict=True)]
 
     def matrix(self, leaf: Leaf = _no_answer, train: bool = True) -> np.ndarray:
         """Comparison matrix N_ij = L̄_i·M_ij·L̂_j: ‖f(z)_i − f(z')_i‖ ≤ Σ_j N_ij ‖z_j − z'_j‖."""
@@ -287,21 +299,29 @@ class FixedPointMap(nn.Module):
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True, reading: str = "perron") -> float:
         """L from the module tree: the "frobenius", "spectral" or "perron" reading of the comparison matrix."""
-        readings = {
-            "frobenius": bounds.frobenius,
-            "spectral": bounds.spectral,
-            "perron": lambda m: bounds.perron(m)[0],
-        }
-        if reading not in readings:
-            raise ValueError(f"reading = {reading!r}: must be one of {', '.join(readings)}")
-        matrix = self.matrix(leaf, train)
-        return readings[reading](matrix) if np.isfinite(matrix).all() else float("inf")
+        return read(self.matrix(leaf, train), reading)
 
-    def constrain(self) -> None:
-        """‖W‖₂ ≤ c and |γ| ≤ γ̄ wherever the configuration asks for it."""
+    def constrain(self, prove: bool = True) -> float:
+        """‖W‖₂ ≤ c and |γ| ≤ γ̄ wherever the configuration asks for it; arguments as in :meth:`lipmdeq.model.MDEQ.constrain`."""
+        worst = 0.0
         for module in self.modules():
-            if isinstance(module, Conv | GN | MGN):
+            if isinstance(module, Conv):
+                worst = max(worst, module.constrain(prove))
+            elif isinstance(module, GN | MGN):
                 module.constrain()
+        return worst
+
+
+def read(matrix: np.ndarray, reading: str) -> float:
+    """L from a comparison matrix: the "frobenius", "spectral" or "perron" reading."""
+    readings = {
+        "frobenius": bounds.frobenius,
+        "spectral": bounds.spectral,
+        "perron": lambda m: bounds.perron(m)[0],
+    }
+    if reading not in readings:
+        raise ValueError(f"reading = {reading!r}: must be one of {', '.join(readings)}")
+    return readings[reading](matrix) if np.isfinite(matrix).all() else float("inf")
 
 
 def fusion_weights(kind: str, n: int) -> np.ndarray:
