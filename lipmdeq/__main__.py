@@ -13,7 +13,7 @@ import math
 import sys
 from dataclasses import asdict, replace
 
-from .commands import add_certify, add_tables, add_train
+from .commands import add_certify, add_depth, add_tables, add_train
 
 TOLERANCES = (1e-3, 1e-6)
 
@@ -202,7 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
     parser = argparse.ArgumentParser(prog="python -m lipmdeq", description="Lipschitz multiscale DEQ")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (add_bound, add_train, add_certify, add_tables):
+    for add in (add_bound, add_train, add_certify, add_depth, add_tables):
         add(commands)
     return parser
 
