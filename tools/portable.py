@@ -158,7 +158,7 @@ class Book:
         if kind.startswith("cite"):
             named = ", ".join(self.sources[key.strip()] for key in target.split(","))
             return named if kind == "cite:t" else f"({named.replace(' (', ', ').replace(')', '')})"
-        if named := re.fullmatch(r"(.+?)\s*<[^<>]+>", target):  # its own words, also for pages that are not lessons
+        if named := re.fullmatch(r"(.+?)\s*<[^<>]+>", target):  # {ref}`words <label>`
             return named[1]
         home, called = self.labels[target]
         called = f"equation {called}" if kind == "eq" and home != lesson else called
