@@ -8,13 +8,13 @@
 #
 # A record that exists is never made again. A run that was killed goes on where it was, in its folder under runs/, and a
 # finished one there is only published: delete both to repeat a run. Options of this graph: profiles/default/config.yaml.
-import json
 import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from lipmdeq.runconfig import RunConfig
+from lipmdeq.runconfig import OneSentence, RunConfig
+from lipmdeq.seal import read_record
 from lipmdeq.tables import SHARED, TABLES as PRINTED
 
 PROTOCOL = config.get("protocol", "cpu")
@@ -46,10 +46,13 @@ def wanted(protocol):
 
 
 def check(record, path, seed):
-    """Stop when a record was made with other parameters than its config has now."""
+    """Stop when a record is damaged, was changed, or was made with other parameters than its config has now."""
     if record.exists():
-        made = RunConfig.from_mapping(json.loads(record.read_text())["parameters"]).identity()
-        wants = RunConfig.from_yaml(path, seed=seed).identity()
+        try:
+            made = RunConfig.from_mapping(read_record(record)["parameters"]).identity()
+            wants = RunConfig.from_yaml(path, seed=seed).identity()
+        except OneSentence as e:
+            raise WorkflowError(str(e))
         for name in wants:
             if made[name] != wants[name]:
                 raise WorkflowError(

@@ -344,7 +344,7 @@ def certify(
     """
     start = time.perf_counter()
     cfg, f = model.cfg, model.f
-    image_size = image_size or cfg.image_size
+    image_size = cfg.image_size if image_size is None else image_size
     step = cfg.stem_stride**2 * 2 ** (cfg.n - 1)
     if image_size < 1 or image_size % step:
         raise ValueError(f"image_size = {image_size}: must be a multiple of {step}")

@@ -276,5 +276,6 @@ def load(
 
 if __name__ == "__main__":
     from lipmdeq.fetch import main
+    from lipmdeq.shell import guarded
 
-    raise SystemExit(main())
+    raise SystemExit(guarded("lipmdeq.data", main))

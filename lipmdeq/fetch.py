@@ -5,7 +5,6 @@ appear by renaming a finished temporary one, so an interrupted run leaves the ol
 half a file; running it again checks everything and mends what is not whole.
 """
 
-import argparse
 import errno
 import hashlib
 import http.client
@@ -34,6 +33,7 @@ from lipmdeq.files import (
     verified_sha256,
     write_manifest,
 )
+from lipmdeq.shell import Parser
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 CIFAR10_COUNTS = {"train": 5000, "test": 1000}  # images per class
@@ -282,9 +282,7 @@ def fetch(name: str, root: str | Path = "data", tiny: str | None = None) -> None
 def main(argv: list[str] | None = None) -> int:
     """``python -m lipmdeq.data [digits|cifar10|tiny-imagenet-25|all] [--root data]``; the exit status."""
     known = ["digits", "cifar10", TINY]
-    parser = argparse.ArgumentParser(
-        "python -m lipmdeq.data", description="Fetch, check and convert data sets."
-    )
+    parser = Parser("python -m lipmdeq.data", description="Fetch, check and convert data sets.")
     parser.add_argument("names", nargs="*", metavar="name", help=f"{', '.join(known)}, or all (the default)")
     parser.add_argument("--root", default="data", help="folder of the data sets (default: data)")
     parser.add_argument(

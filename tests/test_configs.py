@@ -10,8 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from test_tables import record as fabricate
 
 from lipmdeq.bounds import LipschitzSpec
+from lipmdeq.records import read_record, write_json
 from lipmdeq.runconfig import ABLATIONS, PRESETS, ParameterError, RunConfig
 
 ROOT = Path(__file__).parent.parent
@@ -263,9 +265,7 @@ def test_graph_runs_what_is_missing_and_no_more(tmp_path):
     for row in table:
         for seed in range(3 if row in three else 1):
             path = tmp_path / "results" / "cpu" / "table1" / row / f"seed{seed}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            cfg = RunConfig.from_yaml(tmp_path / "configs" / "cpu" / "table1" / f"{row}.yaml", seed=seed)
-            path.write_text(json.dumps({"parameters": cfg.to_dict()}))
+            fabricate(tmp_path, f"table1/{row}", seed, 0.5)
             (path.parent / "seed0.ckpt").touch()
     folder = tmp_path / "results" / "cpu" / "tables"
     folder.mkdir()
@@ -279,10 +279,21 @@ def test_graph_runs_what_is_missing_and_no_more(tmp_path):
     planned = re.findall(r"^rule (\w+):", done.stdout + done.stderr, re.MULTILINE)
     assert sorted(planned) == ["all", "run", "tables"], done.stderr
     path = tmp_path / "results" / "cpu" / "table1" / "mdeq" / "seed0.json"
-    cfg = RunConfig.from_mapping(json.loads(path.read_text())["parameters"])
-    path.write_text(json.dumps({"parameters": cfg.changed(lr=0.5).to_dict()}))
+    record = read_record(path)
+    cfg = RunConfig.from_mapping(record["parameters"])
+    write_json(path, {**record, "parameters": cfg.changed(lr=0.5).to_dict()})
     done = graph(tmp_path, *only)
     assert done.returncode != 0 and "was made with lr = 0.5" in done.stdout + done.stderr
+    whole = json.dumps(record)
+    for content, message in (  # D1, D13
+        (whole.replace('"accuracy": 0.5', '"accuracy": 0.9'), "was changed after it was written"),
+        (whole[:100], "is not a record of a run: it is truncated or was changed"),
+    ):
+        path.write_text(content)
+        done = graph(tmp_path, *only)
+        said = done.stdout + done.stderr
+        assert done.returncode != 0 and "Traceback" not in said
+        assert f"results/cpu/table1/mdeq/seed0.json {message}" in said, said
 
 
 def test_best_is_the_winner_on_validation_images():

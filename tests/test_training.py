@@ -505,6 +505,43 @@ def test_exported_weights_are_small_and_keep_their_bounds(undisturbed, tmp_path)
         assert layer["limit"] is None or layer["norm"] <= layer["limit"] * (1 + 1e-6), layer
 
 
+def test_weights_are_those_that_the_record_describes(undisturbed, tmp_path):
+    """Full and in half precision; one weight that differs in its last bit is refused in one sentence."""
+    source, small = undisturbed.out / records.CHECKPOINT, tmp_path / "seed0.ckpt"
+    record = records.read_record(undisturbed.out / records.RECORD)
+    records.export_weights(source, small)
+    for path in (source, small):
+        records.load_model(path, record)
+        state = records.load_checkpoint(path)
+        first = next(v for v in state["model"].values() if v.ndim == 4)
+        first.view(torch.int16 if first.dtype == torch.float16 else torch.int32)[0, 0, 0, 0] ^= 1
+        records.save_checkpoint(tmp_path / "other.ckpt", state)
+        with pytest.raises(RunError, match="holds other weights than its record describes"):
+            records.load_model(tmp_path / "other.ckpt", record)
+    old = {k: v for k, v in record.items() if k != "half_sha256"}
+    records.load_model(source, old)
+    with pytest.raises(RunError, match="holds other weights"):
+        records.load_model(small, {**old, "weights_sha256": None})
+
+
+def test_sealing_a_file(undisturbed, tmp_path, capsys):
+    """A file without a seal gets one; a seal that does not fit stays an error."""
+    record = records.read_record(undisturbed.out / records.RECORD)
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({k: v for k, v in record.items() if k != "sha256"}))
+    with pytest.raises(RunError, match="python -m lipmdeq seal"):
+        records.read_record(path)
+    for _ in range(2):
+        assert main(["seal", str(path)]) == 0
+        assert records.read_record(path) == record
+    path.write_text(json.dumps({**record, "scale": "larger"}))
+    before, said = path.read_bytes(), capsys.readouterr()
+    assert main(["seal", str(path), str(tmp_path / "none.json")]) == 1
+    said = capsys.readouterr().err
+    assert "was changed after it was written" in said and said.count("\n") == 1
+    assert path.read_bytes() == before
+
+
 # ---------------------------------------------------------------- several processes
 
 BOTH = """
