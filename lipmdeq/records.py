@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from lipmdeq.certificate import Certificate, fingerprint, jsonable
-from lipmdeq.files import atomic
+from lipmdeq.files import atomic, check_stored, sweep
 from lipmdeq.runconfig import BOOKKEEPING, RunConfig, RunError
 from lipmdeq.seal import FORMAT as FORMAT
 from lipmdeq.seal import content_sha256, read_json, read_sealed
@@ -35,6 +35,7 @@ from lipmdeq.seal import read_record as read_record
 
 MAGIC = "lipmdeq-checkpoint-1"
 RECORD, CHECKPOINT = "record.json", "checkpoint.ckpt"
+UNFIT = (LookupError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError, MemoryError)
 LOCK_WAIT = 15.0  # seconds; the kernel of a killed notebook lives on for a moment
 INFINITE = ("frobenius", "spectral", "perron", "norm")  # null in JSON stands for infinity in these
 
@@ -90,9 +91,15 @@ def load_checkpoint(path: str | Path) -> dict:
             "delete it to start the run again"
         )
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if content[:2] == b"PK":
+            check_stored(io.BytesIO(content))
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as e:  # the unpickler raises whatever it likes at foreign content
         raise RunError(f"checkpoint {path} holds more than plain tensors ({type(e).__name__})") from None
+    for name in ("parameters", "model_config", "model"):
+        if not isinstance(state, dict) or not isinstance(state.get(name), dict):
+            raise RunError(f"checkpoint {path} does not hold the state of a run ({name} is missing)")
+    return state
 
 
 def seal_file(path: str | Path) -> None:
@@ -124,9 +131,17 @@ def load_model(path: str | Path, record: dict | None = None) -> nn.Module:
         model.load_state_dict(state["model"])
         if any(v.dtype == torch.float16 for v in state["model"].values()):
             model.constrain()  # rounding may have lifted a norm above its bound
-    except (AttributeError, KeyError, TypeError, RuntimeError, ValueError) as e:
-        raise RunError(f"checkpoint {path} does not fit this version ({str(e).splitlines()[0]})") from None
+    except UNFIT as e:
+        raise unfit(path, e) from None
     return model.eval()
+
+
+def unfit(path: str | Path, error: Exception) -> RunError:
+    """The sentence for a checkpoint whose content cannot be used, whatever stumbled over it."""
+    if isinstance(error, RunError):
+        return error
+    why = (str(error).splitlines() or [""])[0] or "no reason given"
+    return RunError(f"checkpoint {path} does not fit this version ({type(error).__name__}: {why})")
 
 
 def build_model(model_config: dict, solver, adjoint) -> nn.Module:
@@ -143,7 +158,7 @@ def export_weights(checkpoint: str | Path, path: str | Path) -> None:
     Vectors stay in single precision: variances of BatchNorm may be too small for a half.
     """
     state = load_checkpoint(checkpoint)
-    kept = {k: state[k] for k in ("format", "parameters", "model_config")}
+    kept = {"format": FORMAT, "parameters": state["parameters"], "model_config": state["model_config"]}
     save_checkpoint(path, {**kept, "model": halved(state["model"])})
 
 
@@ -168,6 +183,7 @@ def locked(folder: Path, writes: bool = True) -> Iterator[None]:
                 if time.monotonic() >= end:
                     raise RunError(f"out = {str(folder)!r}: another process is running there") from None
                 time.sleep(0.2)
+        sweep(folder)  # nobody else is here: these are of runs that were killed
         yield
 
 
@@ -192,7 +208,10 @@ def certificate_of(record: dict) -> Certificate:
         return [restore(v) for v in value] if isinstance(value, list) else value
 
     names = Certificate.__dataclass_fields__
-    return Certificate(**restore({k: v for k, v in record["certificate"].items() if k in names}))
+    try:
+        return Certificate(**restore({k: v for k, v in record["certificate"].items() if k in names}))
+    except (KeyError, TypeError, AttributeError) as e:
+        raise RunError(f"the record holds no certificate of this version ({e})") from None
 
 
 def matches_config(record: dict, cfg: RunConfig) -> bool:

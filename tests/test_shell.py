@@ -20,14 +20,11 @@ ENV |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
 COMMANDS = {
     "bound": ["lipmdeq", "bound"],
-    "json": ["lipmdeq", "bound", "--json"],
     "help": ["lipmdeq", "-h"],
     "help of train": ["lipmdeq", "train", "-h"],
     "help of bound": ["lipmdeq", "bound", "-h"],
     "certify": ["lipmdeq", "certify", WEIGHTS],
     "data": ["lipmdeq.data", "digits"],
-    "help of data": ["lipmdeq.data", "-h"],
-    "help of benchmarks": ["benchmarks", "-h"],
     "help of trained": ["benchmarks.trained", "-h"],
 }
 
@@ -40,17 +37,18 @@ def run(words: list[str], **changes) -> subprocess.CompletedProcess:
         "stderr": subprocess.PIPE,
         "text": True,
     } | changes
-    return subprocess.run([sys.executable, "-m", *words], timeout=120, **options)
+    return subprocess.run([sys.executable, "-m", *words], timeout=300, **options)
 
 
 def one_sentence(said: str, begin: str) -> None:
     assert said.startswith(begin) and said.count("\n") == 1 and "Traceback" not in said, said
 
 
-CASES = [(name, "") for name in COMMANDS] + [("bound", "1"), ("help", "1"), ("data", "1")]
+LIGHT = ["bound", "help", "data"]
+CASES = [(name, unbuffered) for name in LIGHT for unbuffered in ("", "1")]
 
 
-@pytest.mark.parametrize(("name", "unbuffered"), CASES)
+@pytest.mark.parametrize(("name", "unbuffered"), [*CASES, ("certify", ""), ("help of trained", "")])
 def test_nobody_reads(name, unbuffered):
     """D12: the reader of the pipe is gone before the first line."""
     read, write = os.pipe()
@@ -87,7 +85,7 @@ def test_closed_from_the_start():
             assert done.returncode == want and "Traceback" not in done.stderr, (closed, done.stderr)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*LIGHT, "help of train", "help of bound"])
 def test_ascii_terminals(name):
     """D16: no sign of ours stops a command; those that have a plain form get it."""
     done = run(COMMANDS[name], env=ENV | ASCII)
@@ -126,7 +124,7 @@ def test_interrupted_training(out, tmp_path):
     process = start(words, tmp_path)
     assert process.stdout.readline().startswith("epoch ")
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=200)
     one_sentence(said, "lipmdeq train: interrupted; ")
     assert process.returncode == shell.INTERRUPTED
     assert ("run keeps the last checkpoint" in said) if out else ("nothing is kept" in said)
@@ -134,17 +132,17 @@ def test_interrupted_training(out, tmp_path):
         process = start(words, tmp_path)
         assert process.stdout.readline().startswith("resumed at epoch ")
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == shell.INTERRUPTED
+        assert process.wait(200) == shell.INTERRUPTED
         process.communicate()
 
 
-@pytest.mark.parametrize("wait", [0.15, 0.6, 1.5])
+@pytest.mark.parametrize("wait", [0.1, 1.5])
 def test_interrupted_early(wait, tmp_path):
     """While torch is imported, the data are opened, or the model is built."""
     process = start(["lipmdeq", "train", *SMALL, "-p", "epochs", "1000"], tmp_path)
     wait_for_main(process, wait)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=200)
     one_sentence(said, "lipmdeq train: interrupted")
     assert process.returncode == shell.INTERRUPTED
 
@@ -158,23 +156,13 @@ def wait_for_main(process: subprocess.Popen, more: float) -> None:
     time.sleep(more)
 
 
-def test_interrupted_certificate(tmp_path):
-    weights = str(ROOT / "results" / "cpu" / "table1" / "lip-a0.4" / "seed0.ckpt")
-    process = start(["lipmdeq", "certify", weights, "--image-size", "512"], tmp_path)
-    wait_for_main(process, 4)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert "Traceback" not in said and said.rstrip().endswith("lipmdeq certify: interrupted"), said
-    assert process.returncode == shell.INTERRUPTED
-
-
 def test_reader_that_leaves_in_the_middle(tmp_path):
     """``train | head -1``: the run ends at the next line, its checkpoint is kept."""
     words = ["lipmdeq", "train", *SMALL, "-p", "epochs", "1000", "-p", "out", "run"]
     process = start(words, tmp_path)
     assert process.stdout.readline().startswith("epoch ")
     process.stdout.close()
-    assert process.wait(60) == shell.CLOSED
+    assert process.wait(200) == shell.CLOSED
     one_sentence(process.stderr.read(), "lipmdeq train: nobody reads")
     process.stderr.close()
     assert (tmp_path / "run" / "checkpoint.ckpt").exists()
