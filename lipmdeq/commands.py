@@ -1,4 +1,7 @@
-"""The shell commands that need torch: ``train``, ``certify``, ``tables``. Parsers are light, torch is imported when they run."""
+"""The shell commands that need torch: ``train``, ``certify``, ``depth``, ``tables``.
+
+Parsers are light, torch is imported when they run.
+"""
 
 from __future__ import annotations
 
@@ -115,6 +118,35 @@ def run_seal(args: argparse.Namespace) -> int:
     for path in args.files:
         seal_file(path)
     print(f"{len(args.files)} sealed")
+    return 0
+
+
+def add_depth(commands) -> None:
+    """``depth``: what the iteration of a trained model is worth."""
+    parser = commands.add_parser(
+        "depth", help="measure on test images whether a trained model uses its equilibrium"
+    )
+    parser.add_argument("checkpoint", help="checkpoint.ckpt of a run, or a .ckpt file of results/")
+    parser.add_argument(
+        "--images", type=parse_value, default=2000, metavar="N", help="number of test images (default: 2000)"
+    )
+    parser.add_argument("--data-root", default="data", metavar="folder", help="folder of the data sets")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.set_defaults(run=run_depth)
+
+
+def run_depth(args: argparse.Namespace) -> int:
+    """Print the depth report of a checkpoint on the test images of its data set."""
+    from lipmdeq.certificate import jsonable
+    from lipmdeq.depth import depth
+    from lipmdeq.records import load_checkpoint, load_model
+    from lipmdeq.training import test_images
+
+    images = check_whole("images", args.images, 1, 10**9)
+    model = load_model(args.checkpoint)
+    cfg = RunConfig.from_mapping(load_checkpoint(args.checkpoint)["parameters"])
+    report = depth(model, *test_images(cfg.changed(data_root=args.data_root), images))
+    print(json.dumps(jsonable(report.to_dict()), indent=1, allow_nan=False) if args.json else report)
     return 0
 
 

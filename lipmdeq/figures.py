@@ -143,12 +143,9 @@ def write(
     folder = Path(out) if out else Path(root) / "results" / protocol / "tables"
     found, written = {name: load(name, protocol, root) for name in names}, []
     folder.mkdir(parents=True, exist_ok=True)  # after all names were found to be good
-    for name, table in found.items():
-        for end, text in (
-            ("md", table.markdown() + "\n" + table.certificates().markdown()),
-            ("csv", table.csv()),
-        ):
-            written.append(folder / f"{name}.{end}")
+    for table in found.values():
+        for name, text in table.texts().items():
+            written.append(folder / name)
             with atomic(written[-1]) as part:
                 part.write_text(text, encoding="utf8")
     use_style()

@@ -148,7 +148,7 @@ def build_model(model_config: dict, solver, adjoint) -> nn.Module:
     """A fresh model from the model part of a checkpoint or a run."""
     from lipmdeq.model import MDEQ, ModelConfig
 
-    model = MDEQ(ModelConfig(**model_config), solver, adjoint)
+    model = MDEQ(ModelConfig.from_dict(model_config), solver, adjoint)
     return model.to(memory_format=torch.channels_last)
 
 

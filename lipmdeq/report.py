@@ -12,6 +12,7 @@ from lipmdeq.runconfig import RunConfig
 if TYPE_CHECKING:
     from lipmdeq.certificate import Certificate
     from lipmdeq.data import Dataset
+    from lipmdeq.depth import Depth
     from lipmdeq.parallel import World
     from lipmdeq.training import Run
 
@@ -55,7 +56,7 @@ def guarantee(proof: Certificate, claimed: float | None) -> str:
     return "; ".join(out)
 
 
-def make_record(run: Run, proof: Certificate) -> dict:
+def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
     """The record of a finished run. Accuracy and evaluations are those of the last epoch.
 
     ``nfe_…`` counts evaluations in a solve, ``calls_train_forward`` also those that only attach the graph (for the phantom
@@ -94,10 +95,11 @@ def make_record(run: Run, proof: Certificate) -> dict:
             "size": data.size, "sha256": data.sha256,
         },
         "result": result,
-        "guarantee": guarantee(proof, model.cfg.spec().L("reported") if model.cfg.is_lipschitz else None),
+        "guarantee": guarantee(proof, model.cfg.claimed),
         "history": run.history,
         "traces": run.traces,
         "certificate": proof.to_dict(),
+        "depth": depth.to_dict(),
         "weights_sha256": records.weights_sha256(model),
         "half_sha256": records.half_sha256(model),
         "code": {"commit": run.past["commits"][-1], "commits": run.past["commits"]},

@@ -121,10 +121,8 @@ def promised(config: RunConfig) -> float:
     if config.model == "mdeq":
         return math.inf
     spec = LipschitzSpec(config.a, config.c, config.gamma, config.alpha1, config.alpha2, config.n, config.p)
-    if config.ablation is None:
-        return spec.L("reported")
-    row, _, how = config.ablation.partition("-")
-    return spec.ablation(row, weights=how or "mean").L("reported")
+    ops = spec.operations() if config.ablation is None else spec.ablation(config.ablation)
+    return ops.L("reported")
 
 
 # ------------------------------------------------------------------ reading

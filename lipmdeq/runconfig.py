@@ -17,10 +17,14 @@ from pathlib import Path
 
 from lipmdeq.constants import check_choice, check_range, check_whole
 
-PRESETS = ("digits", "cpu", "cpu-imagenet", "paper-cifar10", "paper-imagenet", "mdeq-tiny")
-ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S7")
+PRESETS = ("digits", "cpu", "cpu32", "cpu-imagenet", "paper-cifar10", "paper-imagenet", "mdeq-tiny")
+ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S6-sum", "S7", "S7-sum")
 BOOKKEEPING = ("out", "data_root")  # do not change any number of a run
 TEXT, NAME = 1000, 255  # longest text, in characters, and longest name in a path, in bytes
+FAMILIES = {  # what parameters are where nothing is said
+    "paper": {"a": 0.4, "alpha2": 0.3, "p": 0.3, "injection": "first"},
+    "potential": {"alpha2": 0.5, "p": 0.0, "injection": "all"},
+}
 LIPSCHITZ = ("a", "c", "gamma", "alpha1", "alpha2")  # have no meaning for the baseline MDEQ
 
 
@@ -42,8 +46,10 @@ class RunError(OneSentence, RuntimeError):
 Check = Callable[[str, object], object]
 
 
-def number(low: float = 0.0, high: float = float("inf"), ends: str = "()") -> Check:
-    def check(name: str, value: object) -> float:
+def number(low: float = 0.0, high: float = float("inf"), ends: str = "()", none: bool = False) -> Check:
+    def check(name: str, value: object) -> float | None:
+        if none and value is None:
+            return None
         if isinstance(value, bool) or not isinstance(value, Real):
             allowed = f"{ends[0]}{low:g}, {high:g}{ends[1]}"
             raise ValueError(f"{name} = {value!r}: must be a number in {allowed}")
@@ -134,6 +140,16 @@ def _epochs(name: str, value: object) -> tuple[int, ...]:
         raise ValueError(f"{name} = {value!r}: must be a list of whole numbers from 0 to epochs") from None
 
 
+def _strides(name: str, value: object) -> tuple[int, int] | None:
+    if isinstance(value, str):  # papermill -p stem_strides 1,2
+        value = [int(v) if v.strip().isdecimal() else v for v in value.strip("[] ").split(",")]
+    if value is not None and not (
+        isinstance(value, list | tuple) and len(value) == 2 and set(value) <= {1, 2}
+    ):
+        raise ValueError(f"{name} = {value!r}: must be two numbers, each 1 or 2, or None")
+    return None if value is None else tuple(value)
+
+
 def _par(default: object, check: Check, text: str) -> object:
     return field(default=default, metadata={"check": check, "help": text})
 
@@ -151,15 +167,38 @@ class RunConfig:
     ablation: str | None = _par(
         None, choice(*ABLATIONS, none=True), "undo one modification: S1, …, S7 (Table 2)"
     )
-    a: float = _par(0.4, number(0, 1, "(]"), "slope of SReLU, in (0, 1]; a to alpha2: not for mdeq")
+    block: str | None = _par(
+        None,
+        choice("paper", "potential", none=True),
+        "paper, or potential (L = tau); None: paper if a is given",
+    )
+    tau: float = _par(0.9, number(0, 1), "Lipschitz constant of f for block = potential, in (0, 1)")
+    a: float | None = _par(
+        None, number(0, 1, "(]", none=True), "slope of SReLU, in (0, 1]: the paper's block"
+    )
     c: float = _par(2.0, number(0, 1e6, "(]"), "bound on the norm of every convolution of f, > 0")
     gamma: float = _par(1.0, number(0, 1e6, "(]"), "bound on |γ| of the norms of f, > 0")
     alpha1: float = _par(0.5, number(0, 1), "convex mix in the residual block, in (0, 1)")
-    alpha2: float = _par(0.3, number(0, 1), "convex mix in the fusion, in (0, 1)")
+    alpha2: float | None = _par(None, number(0, 1, none=True), "convex mix in the fusion, in (0, 1)")
     n: int | None = _par(None, whole(1, 64, none=True), "number of resolutions; None: those of the preset")
-    p: float = _par(0.3, number(0, 1, "[)"), "dropout rate, in [0, 1)")
+    p: float | None = _par(None, number(0, 1, "[)", none=True), "dropout rate, in [0, 1)")
+    expansion: int | None = _par(
+        None, whole(none=True, high=64), "hidden channels over channels in a residual layer"
+    )
+    injection: str | None = _par(
+        None, choice("first", "all", none=True), "branches that the image enters: first (the paper) or all"
+    )
+    stem_strides: tuple[int, int] | None = _par(
+        None, _strides, "strides of the stem's two convolutions; None: the preset's"
+    )
+    stem_channels: int | None = _par(None, whole(none=True, high=4096), "channels of the stem")
     # how the equilibrium and its gradient are found
-    method: str = _par("implicit", choice("implicit", "jfb", "phantom"), "gradient: implicit, jfb or phantom")
+    method: str = _par(
+        "implicit",
+        choice("implicit", "jfb", "phantom", "unrolled"),
+        "gradient: implicit, jfb, phantom or unrolled",
+    )
+    steps: int = _par(3, whole(high=1000), "applications of f for method = unrolled, an explicit network")
     jacobian_weight: float = _par(0.0, number(0, ends="[)"), "weight of Jacobian regularisation, 0: off")
     solver: str = _par(
         "anderson", choice("anderson", "picard", "broyden"), "anderson, picard or broyden, both ways"
@@ -182,7 +221,12 @@ class RunConfig:
     # optimisation
     epochs: int = _par(4, whole(1, 10**6), "passes over the training images")
     batch: int = _par(32, whole(2, 10**6), "images per step, over all processes")
-    lr: float = _par(4e-3, number(), "first learning rate of Adam; cosine to 1e-6")
+    lr: float = _par(4e-3, number(), "largest learning rate of Adam; cosine to 1e-6")
+    warmup: float = _par(0.0, number(0, 1, "[)"), "share of the steps in which the rate rises to lr")
+    label_smoothing: float = _par(0.0, number(0, 1, "[)"), "share of the target spread over all classes")
+    prove_every: int = _par(
+        50, whole(1, 10**9), "steps between proofs that all norms are at most c; 1: each step"
+    )
     seed: int = _par(0, whole(0, 2**32 - 1), "decides everything random; same seed, same numbers")
     # the machine
     device: str = _par("auto", _device, "auto (a GPU if there is one), cpu, cuda or cuda:<number>")
@@ -201,6 +245,7 @@ class RunConfig:
                 object.__setattr__(self, f.name, f.metadata["check"](f.name, getattr(self, f.name)))
         except ValueError as e:
             raise ParameterError(str(e)) from None
+        self._settle()
         if self.ablation is not None and self.model == "mdeq":
             raise ParameterError(f"ablation = {self.ablation!r}: must be None for model = 'mdeq'")
         if self.compile and self.jacobian_weight:
@@ -213,6 +258,20 @@ class RunConfig:
             raise ParameterError(
                 f"trace_epochs = {list(self.trace_epochs)}: must be whole numbers from 0 to epochs = {self.epochs}"
             )
+
+    def _settle(self) -> None:
+        """What None stands for, so a record leaves nothing open: the paper's block if a, an ablation or MDEQ is asked for."""
+        paper = self.model == "mdeq" or self.a is not None or self.ablation is not None
+        block = self.block or ("paper" if paper else "potential")
+        if block == "potential" and paper:
+            what = next(n for n in ("a", "ablation", "model") if getattr(self, n) not in (None, "lipschitz"))
+            raise ParameterError(
+                f"{what} = {getattr(self, what)!r}: belongs to block = 'paper'; must be left out for block = 'potential'"
+            )
+        object.__setattr__(self, "block", block)
+        for name, value in FAMILIES[block].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> RunConfig:
@@ -266,7 +325,7 @@ class RunConfig:
 
     def to_dict(self) -> dict:
         """Names and plain values, as JSON and YAML can hold them."""
-        return {**asdict(self), "trace_epochs": list(self.trace_epochs)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     def identity(self) -> dict:
         """The parameters that decide the numbers: two runs with equal ones are the same run."""
@@ -284,7 +343,10 @@ class RunConfig:
 
     def model_changes(self) -> dict:
         """Keyword arguments for :func:`lipmdeq.model.configure`."""
-        names = ("p", "n") if self.model == "mdeq" else (*LIPSCHITZ, "p", "n")
+        names = ["p", "n", "injection", "block"]
+        names += [k for k in ("expansion", "stem_strides", "stem_channels") if getattr(self, k) is not None]
+        if self.model == "lipschitz":
+            names += LIPSCHITZ if self.block == "paper" else ("tau", "alpha2")
         return {k: getattr(self, k) for k in names}
 
 

@@ -164,6 +164,18 @@ class Table:
             writer.writerow([*cells, f"{promised(row.config):.6g}"])
         return out.getvalue()
 
+    def texts(self) -> dict[str, str]:
+        """The table's files: from their names to what is in them."""
+        return {
+            f"{self.name}.md": self.markdown() + "\n" + self.certificates().markdown(),
+            f"{self.name}.csv": self.csv(),
+        }
+
+    def is_written(self, folder: str | Path) -> bool:
+        """Whether the table's files in ``folder`` are what the records give now."""
+        files = {Path(folder, name): text for name, text in self.texts().items()}
+        return all(path.exists() and path.read_text("utf8") == text for path, text in files.items())
+
     def __repr__(self) -> str:
         return f"{self.title}: {len(self.done)} of {len(self.rows)} rows"
 

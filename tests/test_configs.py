@@ -1,6 +1,8 @@
 """Configurations: every file is valid and says what the paper says; records fit their files; the graph runs what is missing."""
 
 import json
+import os
+import random
 import re
 import shlex
 import shutil
@@ -10,11 +12,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from test_tables import record as fabricate
 
 from lipmdeq.bounds import LipschitzSpec
-from lipmdeq.records import read_record, write_json
 from lipmdeq.runconfig import ABLATIONS, PRESETS, ParameterError, RunConfig
+from lipmdeq.tables import SHARED, load
+from lipmdeq.tables import TABLES as PRINTED
 
 ROOT = Path(__file__).parent.parent
 PROTOCOLS = ("paper", "cpu")
@@ -23,7 +25,7 @@ TABLES = {
         *("mdeq", "mdeq-jr", "mdeq-pg", "mdeq-jfb"),
         *(f"lip-a{a}{end}" for end in ("", "-jfb") for a in ("1.0", "0.4", "0.1")),
     ],
-    "table2": ["mdeq", "lipschitz", "s1", "s2", "s3", "s4", "s4-sum", "s5", "s6", "s7"],
+    "table2": ["mdeq", "lipschitz", "s1", "s2", "s3", "s4", "s4-sum", "s5", "s6", "s6-sum", "s7", "s7-sum"],
     "table3": ["mdeq", *(f"lip-a{a}{end}" for end in ("", "-noconv") for a in ("0.4", "0.1"))],
     "figure4": [f"a{k / 10}" for k in range(1, 11)],
 }
@@ -121,10 +123,10 @@ def test_frontier_is_certified_and_close_to_one(protocol):
 
 
 def test_names_are_those_of_the_model():
-    from lipmdeq import model
+    from lipmdeq import model, spec
 
     assert set(PRESETS) == set(model.PRESETS)
-    assert set(ABLATIONS) == set(model.ABLATIONS)
+    assert ABLATIONS == tuple(model.ABLATIONS) == spec.ABLATIONS[:-1]
 
 
 def test_every_config_builds_its_model():
@@ -141,6 +143,22 @@ def test_every_config_builds_its_model():
             **cfg.model_changes(),
         )
         assert shape.is_lipschitz == (cfg.model == "lipschitz" and cfg.ablation not in ("S1", "S2", "S3"))
+
+
+def test_records_were_made_with_what_their_ablation_means_now():
+    """A name whose meaning changed would make a committed record lie: the model that was built is in the record."""
+    from lipmdeq.model import configure
+
+    switches = ("norm", "clip", "constrain", "fusion", "mix1", "mix2", "weight_norm")
+    seen = set()
+    for path in sorted((ROOT / "results").glob("*/*/*/seed*.json")):
+        record = json.loads(path.read_text("utf8"))
+        cfg = RunConfig.from_mapping(record["parameters"])
+        now = configure(cfg.preset, cfg.model, cfg.ablation)
+        built = record["model"]["config"]
+        assert {k: built[k] for k in switches} == {k: getattr(now, k) for k in switches}, path
+        seen.add(cfg.ablation)
+    assert {"S1", "S2", "S3", "S4", "S5", "S6", "S7"} <= seen
 
 
 BAD = [
@@ -326,45 +344,63 @@ def graph(folder: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+def planned(folder: Path, *words: str) -> list[str]:
+    """The rules of the jobs that `snakemake -n` plans, sorted, and for a run its configuration."""
+    done = graph(folder, "-n", *words)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    assert ("Nothing to be done" in text) == (not re.search(r"^(local)?rule ", text, re.M)), text
+    found = re.findall(r"^(?:local)?rule (\w+):\n(?:    .*\n)*?    (?:output|input): (.*)", text, re.M)
+    return sorted(f"{rule} {files}" if rule == "run" else rule for rule, files in found)
+
+
 @pytest.mark.slow
 def test_graph_runs_what_is_missing_and_no_more(tmp_path):
-    for name in ("Snakefile", "profiles", "configs"):
+    """In a fresh clone, where the times of files are arbitrary, nothing; without a record its run and the tables."""
+    for name in ("Snakefile", "profiles", "configs", "results"):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
-    table = TABLES["table1"]
-    three = [r for r in table if not r.startswith("lip") or "jfb" not in r]
-    for row in table:
-        for seed in range(3 if row in three else 1):
-            path = tmp_path / "results" / "cpu" / "table1" / row / f"seed{seed}.json"
-            fabricate(tmp_path, f"table1/{row}", seed, 0.5)
-            (path.parent / "seed0.ckpt").touch()
-    folder = tmp_path / "results" / "cpu" / "tables"
-    folder.mkdir()
-    for name in ("table1.md", "table1.csv", "figure3.svg", "figure5.svg"):
-        (folder / name).touch()
-    only = ("-n", "--config", "tables=table1")
-    done = graph(tmp_path, *only)
-    assert done.returncode == 0 and "Nothing to be done" in done.stdout + done.stderr, done.stderr
-    path.unlink()
-    done = graph(tmp_path, *only)
-    planned = re.findall(r"^rule (\w+):", done.stdout + done.stderr, re.MULTILINE)
-    assert sorted(planned) == ["all", "run", "tables"], done.stderr
-    path = tmp_path / "results" / "cpu" / "table1" / "mdeq" / "seed0.json"
-    record = read_record(path)
-    cfg = RunConfig.from_mapping(record["parameters"])
-    write_json(path, {**record, "parameters": cfg.changed(lr=0.5).to_dict()})
-    done = graph(tmp_path, *only)
-    assert done.returncode != 0 and "was made with lr = 0.5" in done.stdout + done.stderr
-    whole = json.dumps(record)
+    files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    random.Random(0).shuffle(files)
+    for i, path in enumerate(files):
+        os.utime(path, (1.7e9 + i, 1.7e9 + i))
+    assert planned(tmp_path) == []
+    record = tmp_path / "results" / "cpu" / "table1" / "mdeq-pg" / "seed1.json"
+    text = record.read_text()
+    record.unlink()
+    assert planned(tmp_path) == ["all", "run configs/cpu/table1/mdeq-pg.yaml", "tables"]
+    record.write_text(text)  # newer than the tables, as after a kill, but the tables are made from it already
+    assert planned(tmp_path) == []
+    table = tmp_path / "results" / "cpu" / "tables" / "table1.md"
+    table.write_text(table.read_text().replace("MDEQ", "mdeq"))
+    os.utime(table, (1.6e9, 1.6e9))
+    assert planned(tmp_path) == ["all", "tables"], "a table that is not what the records give"
+    cfg = RunConfig.from_mapping(json.loads(text)["parameters"])
+    config = tmp_path / "configs" / "cpu" / "table1" / "mdeq-pg.yaml"
+    config.write_text(re.sub(r"^lr: .*$", "lr: 0.5", config.read_text(), flags=re.M))
+    done = graph(tmp_path, "-n")
+    assert done.returncode != 0
+    assert f"was made with lr = {cfg.lr!r}, but" in done.stdout + done.stderr
+    assert text.count('"accuracy": 0.') > 1
     for content, message in (  # D1, D13
-        (whole.replace('"accuracy": 0.5', '"accuracy": 0.9'), "was changed after it was written"),
-        (whole[:100], "is not a record of a run: it is truncated or was changed"),
+        (text.replace('"accuracy": 0.', '"accuracy": 0.9', 1), "was changed after it was written"),
+        (text[:100], "is not a record of a run: it is truncated or was changed"),
     ):
-        path.write_text(content)
-        done = graph(tmp_path, *only)
+        record.write_text(content)
+        done = graph(tmp_path, "-n")
         said = done.stdout + done.stderr
         assert done.returncode != 0 and "Traceback" not in said
-        assert f"results/cpu/table1/mdeq/seed0.json {message}" in said, said
+        assert f"results/cpu/table1/mdeq-pg/seed1.json {message}" in said, said
+
+
+def test_stored_tables_are_those_of_the_records():
+    """`make reproduce` trusts them as they are in a fresh clone."""
+    folder = ROOT / "results" / "cpu" / "tables"
+    for name in PRINTED:
+        assert load(name, root=ROOT).is_written(folder), f"{name}: run python -m lipmdeq tables"
+    for copy, run in SHARED.items():
+        for path in (ROOT / "results" / "cpu" / copy).glob("seed*.json"):
+            assert path.read_bytes() == (ROOT / "results" / "cpu" / run / path.name).read_bytes(), copy
 
 
 def test_best_is_the_winner_on_validation_images():

@@ -126,6 +126,28 @@ def test_constant_from_the_tree_is_the_closed_form(a, train, n):
         )
 
 
+@pytest.mark.parametrize("ablation", [s for s in ABLATIONS if s not in ("S1", "S2", "S3")])
+@pytest.mark.parametrize("train", [True, False])
+def test_one_name_is_one_ablation(ablation, train):
+    """The model that a name builds has the constant that the closed form gives for the same name."""
+    net = build("cpu", ablation=ablation)
+    closed = net.cfg.spec().ablation(ablation, train=train)
+    for tree, reading in (("frobenius", "reported"), ("spectral", "spectral"), ("perron", "perron")):
+        assert net.f.lipschitz(train=train, reading=tree) == pytest.approx(closed.L(reading), rel=1e-9)
+
+
+@pytest.mark.parametrize("row", ["S6", "S7"])
+def test_without_alpha2_the_softmax_stays_or_goes(row):
+    """B4: as in the text f keeps its softmax weights; as the authors' code ran it, f adds plainly. The maps differ."""
+    text, run = small(ablation=row).eval(), small(ablation=f"{row}-sum").eval()
+    run.load_state_dict(text.state_dict())
+    assert run.f.fusion.weights[0][1:] == [1.0] * 3 != text.f.fusion.weights[0][1:]
+    z, u = random_state(text)
+    with torch.no_grad():
+        one, other = text.f(z, u), run.f(z, u)
+    assert (other[0] - one[0]).norm() > 0.1 * one[0].norm()
+
+
 def test_free_parts_have_no_constant():
     for ablation in ("S1", "S3"):
         assert build("cpu", ablation=ablation).f.lipschitz() == float("inf")

@@ -344,6 +344,69 @@ def test_guard_state():
     assert 1.4 < true_norm(half, (9, 9), padding=1) <= 2.0  # coarse entries: more room for their rounding
 
 
+@pytest.mark.parametrize("seed", range(6, 10))
+@pytest.mark.parametrize("exponent", [-10, -18, -22, -26, -30, -38, -40])
+def test_rows_that_all_but_vanished(seed, exponent):
+    """Single-precision eigenvalues of matrices with tiny entries fail, or are wrong without a word: never believed."""
+    g = seeded(seed)
+    weight = torch.randn(8, 16, 3, 3, generator=g) * 0.1
+    weight[torch.rand(8, generator=g) < 0.7] *= 10.0**exponent
+    axes = geometry_of(weight, 8, padding=1).axes
+    single, double = Kernel(weight, axes, fast=True), Kernel(weight, axes)
+    assert single.w.dtype == torch.float32 and double.w.dtype == torch.float64
+    for cover in torus_covers(axes):
+        true = largest(double, cover)
+        assert true * (1 - 1e-12) <= largest(single, cover) <= true * 1.003
+    assert NormGuard((8, 8), padding=1).enforce(weight, 1.0) <= 1.0
+    assert true_norm(weight, (8, 8), padding=1) <= 1.0
+
+
+def test_the_row_that_stopped_training():
+    torch.manual_seed(6)
+    weight = torch.randn(8, 16, 3, 3) * 0.1
+    weight[torch.rand(8) < 0.7] *= 1e-22
+    assert NormGuard((8, 8), padding=1).enforce(weight, 1.0) < 1.0
+    assert 0.9 < true_norm(weight, (8, 8), padding=1) <= 1.0
+
+
+def test_a_wrong_eigenvalue_is_noticed(monkeypatch):
+    """Whatever the library says in single precision, too small a value is not taken for a bound."""
+    weight = torch.randn(8, 16, 3, 3, generator=seeded(16))
+    axes = geometry_of(weight, 8, padding=1).axes
+    cover, honest = torus_covers(axes)[0], torch.linalg.eigvalsh
+    true = largest(Kernel(weight, axes), cover)
+
+    def wrong(gram):
+        return honest(gram) * (0.94 if gram.dtype == torch.complex64 else 1.0)
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", wrong)
+    assert largest(Kernel(weight, axes, fast=True), cover) == true
+
+
+@pytest.mark.parametrize("top", [1e150, 1e200, 1e308])
+def test_largest_numbers(top):
+    """An entry near the largest double: a norm, or one sentence; never infinity as a lower bound."""
+    weight = torch.randn(4, 4, 3, 3, generator=seeded(17)).double()
+    weight[0, 0, 1, 1] = top
+    for method in ("auto", "torus", "half", "cholesky", "dense", "lanczos", "power"):
+        assert conv_norm(weight, 8, padding=1, method=method).value == pytest.approx(top, rel=1e-3)
+    assert lower_norm(weight, 8, padding=1).value == pytest.approx(top, rel=1e-9)
+    with pytest.raises(ValueError, match="too large to be bounded"):
+        NormGuard(8, padding=1).enforce(weight, 2.0)
+    for method in ("auto", "lanczos"):
+        with pytest.raises(ValueError, match=r"norm = .*: must be at most 1.798e\+308"):
+            conv_norm(torch.full_like(weight, 1.7e308), 8, padding=1, method=method)
+
+
+def test_smallest_numbers():
+    """Products of entries of 1e-200 vanish: no bound of zero comes from it."""
+    weight = 1e-200 * torch.randn(4, 4, 3, 3, generator=seeded(18)).double()
+    c = 0.1 * conv_norm(weight, 8, padding=1).value
+    assert 0 < c < 1e-199 and not fits(weight, 8, c, padding=1)
+    NormGuard(8, padding=1).enforce(weight, c)
+    assert conv_norm(weight, 8, padding=1).value <= c
+
+
 def test_lower_matmul_precision_cannot_spoil_a_proof():
     weight = torch.randn(40, 8, 3, 3, generator=seeded(15))
     axes = geometry_of(weight, 16, padding=1).axes
