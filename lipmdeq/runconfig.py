@@ -352,14 +352,14 @@ class RunConfig:
 
 def _assigned(cells: object, known: set[str]) -> dict[str, object]:
     """Names that are no parameter, and their values, from the sources of the cells before the first `from_namespace`."""
-    if not isinstance(cells, list):
+    if not isinstance(cells, list) or not all(isinstance(source, str) for source in cells):
         return {"In": cells}
     found = {}
     for source in cells:
-        if "from_namespace" in str(source):
+        if "from_namespace" in source:
             break
         try:
-            lines = ast.parse(str(source)).body
+            lines = ast.parse(source).body
         except (SyntaxError, ValueError, RecursionError):
             continue  # a cell that failed, so nothing came of it
         for line in (x for x in lines if isinstance(x, ast.Assign | ast.AnnAssign) and x.value is not None):

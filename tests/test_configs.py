@@ -243,7 +243,9 @@ def test_bad_config_files(tmp_path):
         ("[" * 5000, "is not YAML"),
         ("a: !!python/name:os.system", "is not YAML"),
         ('out: "a\\0b"', "out = 'a.x00b': must be text without a NUL"),
-        ("? [1, 2]\n: 3", "1, 2. = 3: not a parameter"),
+        ("? [1, 2]\n: 3", "is not YAML"),
+        ("1: 3", "1 = 3: not a parameter"),
+        ("null: 3", "None = 3: not a parameter"),
     ):
         path = tmp_path / "bad.yaml"
         path.write_text(text)
@@ -286,12 +288,12 @@ def test_what_papermill_injects_is_never_ignored():
         ("In = [3]", "In = [3]: not a parameter"),
         ("Out = {}", "Out = {}: not a parameter"),
         ("x = y = {1: 2}", "x = {1: 2}: not a parameter"),
-        ("thing = float('nan')", "thing = .*nan.*: not a parameter"),
+        ("thing = float('nan')", "thing = "),
         ("a = {'x': 1}", "a = {'x': 1}: must be a number"),
         ("a = b'x'", "a = b'x': must be a number"),
         ("seed = {0}", "seed = {0}: must be a whole number"),
     ):
-        with pytest.raises(ParameterError, match=message):
+        with pytest.raises(ParameterError, match=re.escape(message)):
             run(injected)
 
 
