@@ -275,6 +275,7 @@ def test_a_changed_digit_is_one_sentence(root, monkeypatch, capsys):
         with pytest.raises(RunError, match=message) as error:
             load("table1", root=root)
         assert "seed0.json" in str(error.value) and "\n" not in str(error.value)
+        assert error.value._render_traceback_() == [f"RunError: {error.value}"]  # what a lesson shows
     path.write_text(json.dumps(value, indent=7, sort_keys=True))  # spaces and order are no content
     assert load("table1", root=root)["mdeq"].ours("accuracy") == "40.0"
 
@@ -288,6 +289,21 @@ def test_every_record_on_disk_is_sealed_and_fits_its_weights():
             assert describes(found, load_checkpoint(weights)["model"]), path
     for path in (ROOT / "results" / "bench").glob("*.json"):
         read_sealed(path, "a benchmark")
+
+
+def test_lessons_and_tools_read_records_through_the_one_reader():
+    """Whoever parses results/ without it would not see a changed digit."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text("utf8"))["cells"]
+        source = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+        assert not re.search(r"json\.loads?\(|^import json", source, re.M) or "results" not in source, (
+            path.name
+        )
+    for path in [ROOT / "Snakefile", *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "lipmdeq").glob("*.py")]:
+        text = path.read_text("utf8")
+        assert path.name in ("seal.py", "records.py") or not re.search(
+            r"json\.loads\([^)]*read_text", text
+        ), path.name
 
 
 def test_broken_paper_yaml_is_one_sentence(root, monkeypatch, capsys):
