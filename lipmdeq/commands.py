@@ -9,7 +9,7 @@ import argparse
 import json
 
 from lipmdeq.constants import check_whole
-from lipmdeq.runconfig import RunConfig
+from lipmdeq.runconfig import OneSentence, RunConfig, RunError
 from lipmdeq.shell import INTERRUPTED, say
 
 LARGEST_IMAGE = 1024  # norms of larger maps would take hours
@@ -70,6 +70,10 @@ def run_train(args: argparse.Namespace) -> int:
         )
         say(f"lipmdeq train: interrupted; {kept}")
         return INTERRUPTED
+    except RuntimeError as e:
+        if isinstance(e, OneSentence) or "by peer" not in str(e):
+            raise
+        raise RunError("another process of this run ended before this one") from None
     r = record["result"]
     print(f"{r['split']} accuracy {r['accuracy']:.2%}; {record['guarantee']}")
     return 0

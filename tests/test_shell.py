@@ -168,6 +168,18 @@ def test_reader_that_leaves_in_the_middle(tmp_path):
     assert (tmp_path / "run" / "checkpoint.ckpt").exists()
 
 
+def test_processes_that_lose_each_other(monkeypatch, capsys):
+    """D18: what gloo says in the process that was left alone is no traceback."""
+    from lipmdeq import training
+
+    def lost(cfg, log):
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:2345")
+
+    monkeypatch.setattr(training, "train", lost)
+    assert main(["train"]) == 1
+    one_sentence(capsys.readouterr().err, "lipmdeq train: another process of this run ended")
+
+
 def test_what_else_becomes_a_sentence(capsys):
     def fails(error):
         def main():
