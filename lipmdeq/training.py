@@ -188,6 +188,8 @@ class Run:
             raise ValueError(f"epoch = {self.epoch}, step = {self.step}")
         if [h["epoch"] for h in self.history] != list(range(1, self.epoch + 1)):
             raise ValueError("history has other epochs than were run")
+        if [t["epoch"] for t in self.traces] != [e for e in self.cfg.trace_epochs if e <= self.epoch]:
+            raise ValueError("traces have other epochs than were asked for")
 
     def _checkpoint(self) -> None:
         """Save, unless the weights are not finite: the last good checkpoint stays."""
