@@ -83,7 +83,7 @@ def sources():
 
 
 wildcard_constraints:
-    protocol="[a-z]+",
+    protocol="[a-z0-9]+",
     table="[a-z0-9]+",
     row="[A-Za-z0-9.-]+",
     seed="[0-9]+",
