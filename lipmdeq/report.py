@@ -52,7 +52,7 @@ def guarantee(proof: Certificate, claimed: float | None) -> str:
             f"{mode} mode: {verdict}, L <= {r['perron']:.4g} (Perron), {r['frobenius']:.4g} (Frobenius)"
         )
     if claimed is not None:
-        out.append(f"hyperparameters alone, train mode, Frobenius: L <= {claimed:.4g}")
+        out.append(f"by the configuration alone, for all weights, train mode: L <= {claimed:.4g}")
     return "; ".join(out)
 
 

@@ -170,9 +170,9 @@ class RunConfig:
     block: str | None = _par(
         None,
         choice("paper", "potential", none=True),
-        "paper, or potential (L = tau); None: paper if a is given",
+        "paper or potential (the certified family); None: paper if a is given",
     )
-    tau: float = _par(0.9, number(0, 1), "Lipschitz constant of f for block = potential, in (0, 1)")
+    tau: float = _par(0.9, number(0, 1), "Lipschitz constant of f with the block potential, in (0, 1)")
     a: float | None = _par(
         None, number(0, 1, "(]", none=True), "slope of SReLU, in (0, 1]: the paper's block"
     )
@@ -198,7 +198,7 @@ class RunConfig:
         choice("implicit", "jfb", "phantom", "unrolled"),
         "gradient: implicit, jfb, phantom or unrolled",
     )
-    steps: int = _par(3, whole(high=1000), "applications of f for method = unrolled, an explicit network")
+    steps: int = _par(3, whole(high=1000), "applications of f in an explicit network, method unrolled")
     jacobian_weight: float = _par(0.0, number(0, ends="[)"), "weight of Jacobian regularisation, 0: off")
     solver: str = _par(
         "anderson", choice("anderson", "picard", "broyden"), "anderson, picard or broyden, both ways"

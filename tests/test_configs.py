@@ -19,7 +19,7 @@ from lipmdeq.tables import SHARED, load
 from lipmdeq.tables import TABLES as PRINTED
 
 ROOT = Path(__file__).parent.parent
-PROTOCOLS = ("paper", "cpu")
+PROTOCOLS = ("paper", "cpu", "cpu32")
 TABLES = {
     "table1": [
         *("mdeq", "mdeq-jr", "mdeq-pg", "mdeq-jfb"),
@@ -47,7 +47,9 @@ def test_no_row_is_missing_or_unknown():
     for protocol in PROTOCOLS:
         for table, names in TABLES.items():
             found = {p.stem for p in (ROOT / "configs" / protocol / table).glob("*.yaml")}
-            assert found == set(names), (protocol, table)
+            # the first protocol ended before S6 and S7 had two readings
+            missing = {"s6-sum", "s7-sum"} if (protocol, table) == ("cpu", "table2") else set()
+            assert found == set(names) - missing, (protocol, table)
         assert (ROOT / "configs" / protocol / "beyond").is_dir()
 
 
@@ -104,7 +106,7 @@ def test_rows_in_two_tables_are_one_run():
             assert read(protocol, *one.split("/")) == read(protocol, *other.split("/")), one
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("protocol", ["paper", "cpu"])
 def test_frontier_is_certified_and_close_to_one(protocol):
     frontier = {k: c for k, c in rows(protocol, "beyond").items() if re.fullmatch(r"beyond/f\d+", k)}
     assert len(frontier) >= 8
@@ -120,6 +122,25 @@ def test_frontier_is_certified_and_close_to_one(protocol):
     assert len(settings) == len(frontier)
     stems = [c for k, c in rows(protocol, "beyond").items() if k.endswith("jfb-stem")]
     assert len(stems) == 4 and all(c.train_stem and c.method == "jfb" for c in stems)
+
+
+def test_certified_family_and_baselines_share_the_recipe():
+    found = rows("cpu32", "table1", "table2", "figure4", "beyond")
+    taus = sorted(c.tau for k, c in found.items() if k.startswith("beyond/potential-t"))
+    assert taus == [0.1, 0.3, 0.5, 0.7, 0.9, 0.95]
+    shared = {
+        (c.epochs, c.batch, c.warmup, c.label_smoothing, c.preset, c.train_images, c.data)
+        for c in found.values()
+    }
+    assert shared == {(8, 128, 0.15, 0.0, "cpu32", None, "cifar10")}
+    for family in (
+        "mdeq",
+        "lip",
+        "potential",
+    ):  # the learning rate may differ between families, not within one
+        assert len({c.lr for k, c in found.items() if k.split("/")[1].startswith(family)}) == 1, family
+    explicit = {k: c.steps for k, c in found.items() if c.method == "unrolled"}
+    assert sorted(explicit.values()) == [1, 1, 3, 3]
 
 
 def test_names_are_those_of_the_model():

@@ -377,3 +377,58 @@ def test_no_module_touches_its_input(norm, form, mode):
         if isinstance(c, type) and issubclass(c, torch.nn.Module) and not c.__name__.startswith("_")
     }
     assert seen == public  # a new module must be tried here as well
+
+
+# ---------------------------------------------------------------- the constraint between two proofs
+
+
+@pytest.mark.parametrize("stride, size", [(1, (8, 8)), (2, (8, 8)), (2, (7, 5)), (1, (2, 2))])
+def test_estimated_norm_is_from_below_and_close(stride, size):
+    torch.manual_seed(0)
+    conv = Conv(4, 6, 3, stride, 1.0, size).double()
+    true = conv_norm(conv.kernel().detach(), size, stride=stride, padding=1).value
+    for _ in range(40):
+        found = float(conv.estimate())
+    assert 0.97 * true <= found <= true * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("weight_norm", [False, True])
+def test_attack_between_proofs_stays_below_c(weight_norm):
+    """Adam pushes the norm up at every step; only power steps hold it, for as long as a run goes without a proof."""
+    torch.manual_seed(0)
+    conv = Conv(8, 12, 3, 1, 2.0, (6, 6), weight_norm)
+    conv.constrain()
+    adam, worst, largest = torch.optim.Adam(conv.parameters(), lr=4e-3), 0.0, 0.0
+    x = torch.randn(1, 8, 6, 6)
+    for step in range(150):
+        adam.zero_grad()
+        x = (x / x.norm()).detach().requires_grad_()
+        (-conv(x).norm()).backward()
+        x = x.grad  # follow the direction in which the operator is largest
+        adam.step()
+        assert conv.constrain(prove=False) == 0.0
+        if step % 10 == 9:
+            true = conv_norm(conv.kernel().detach(), (6, 6), padding=1).value
+            worst, largest = max(worst, true / 2.0), max(largest, float(conv.estimate()) / 2.0)
+    assert 0.9 < largest <= worst <= 1.0
+
+
+def test_constrain_says_how_far_above_c_it_found_a_norm():
+    torch.manual_seed(0)
+    conv = Conv(4, 4, 1, 1, 1.0, (4, 4)).double()
+    assert conv.constrain() <= 1.0
+    with torch.no_grad():
+        conv.weight.mul_(1.5 / torch.linalg.matrix_norm(conv.weight[:, :, 0, 0], 2))
+    assert conv.constrain() == pytest.approx(1.5, rel=1e-3)
+    assert conv.constrain() <= 1.0
+    assert Conv(4, 4, 1, c=None).constrain() == 0.0
+
+
+def test_forgetting_makes_the_estimate_a_function_of_the_weights():
+    torch.manual_seed(0)
+    one, two = Conv(4, 4, 3, 1, 1.0, (6, 6)), Conv(4, 4, 3, 1, 1.0, (6, 6))
+    for _ in range(5):
+        one.estimate()
+    two.load_state_dict(one.state_dict())
+    one.forget()
+    assert torch.equal(one.estimate(), two.estimate())

@@ -81,7 +81,7 @@ def test_help_lists_every_parameter():
     said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     for name in RunConfig.__dataclass_fields__:
         assert f"\n  {name}:" in said, name
-    assert "a: float (default 0.4)" in said and "slope of SReLU, in (0, 1]" in said
+    assert "tau: float (default 0.9)" in said and "slope of SReLU, in (0, 1]" in said
 
 
 def test_notebook_is_thin_and_leaves_nothing_behind():
