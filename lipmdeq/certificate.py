@@ -379,7 +379,7 @@ def certify(
     """
     start = time.perf_counter()
     cfg, f = model.cfg, model.f
-    image_size = image_size or cfg.image_size
+    image_size = cfg.image_size if image_size is None else image_size
     if image_size < 1 or image_size % cfg.step:
         raise ValueError(f"image_size = {image_size}: must be a multiple of {cfg.step}")
     refuse_unknown(f)
