@@ -9,13 +9,13 @@
 # A record that exists is never made again. A run that was killed goes on where it was, in its folder under runs/, and a
 # finished one there is only published: delete both to repeat a run. Times of files, arbitrary after a clone, count only
 # where contents disagree. Options of this graph: profiles/default/config.yaml.
-import json
 import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from lipmdeq.runconfig import RunConfig
+from lipmdeq.runconfig import OneSentence, RunConfig
+from lipmdeq.seal import read_record
 from lipmdeq.tables import SHARED, TABLES as PRINTED, load
 
 PROTOCOL = config.get("protocol", "cpu")
@@ -47,10 +47,13 @@ def wanted(protocol):
 
 
 def check(record, path, seed):
-    """Stop when a record was made with other parameters than its config has now."""
+    """Stop when a record is damaged, was changed, or was made with other parameters than its config has now."""
     if record.exists():
-        made = RunConfig.from_mapping(json.loads(record.read_text())["parameters"]).identity()
-        wants = RunConfig.from_yaml(path, seed=seed).identity()
+        try:
+            made = RunConfig.from_mapping(read_record(record)["parameters"]).identity()
+            wants = RunConfig.from_yaml(path, seed=seed).identity()
+        except OneSentence as e:
+            raise WorkflowError(str(e))
         for name in wants:
             if made[name] != wants[name]:
                 raise WorkflowError(
@@ -72,7 +75,10 @@ def sources():
     found = [f for f in wanted(PROTOCOL) if f.endswith(".json") and "/beyond/" not in f]
     found += [f for f in ["results/paper.yaml", "results/bench/trained.json"] if Path(f).exists()]
     folder = Path("results", PROTOCOL, "tables")
-    same = all(load(t, PROTOCOL).is_written(folder) for t in PRINTED if t in TABLES)
+    try:
+        same = all(load(t, PROTOCOL).is_written(folder) for t in PRINTED if t in TABLES)
+    except (OneSentence, ValueError) as e:
+        raise WorkflowError(str(e))
     return [ancient(f) for f in found] if same else found
 
 

@@ -13,7 +13,7 @@ import math
 import sys
 from dataclasses import asdict, replace
 
-from .commands import add_certify, add_depth, add_tables, add_train
+from .shell import Parser, guarded, say
 
 TOLERANCES = (1e-3, 1e-6)
 
@@ -200,17 +200,30 @@ def run_bound(args: argparse.Namespace) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
-    parser = argparse.ArgumentParser(prog="python -m lipmdeq", description="Lipschitz multiscale DEQ")
+    # imported here, where an interrupt is one sentence already
+    from .commands import add_certify, add_depth, add_seal, add_tables, add_train
+
+    parser = Parser(prog="python -m lipmdeq", description="Lipschitz multiscale DEQ")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (add_bound, add_train, add_certify, add_depth, add_tables):
+    for add in (add_bound, add_train, add_certify, add_depth, add_tables, add_seal):
         add(commands)
     return parser
 
 
 def _join_negatives(argv: list[str]) -> list[str]:
-    """Write ``-a -1e5`` as ``-a=-1e5``, which argparse would take for two options."""
+    """Write ``-a -1e5`` as ``-a=-1e5``, which argparse would take for two options.
+
+    The two words after ``-p`` of ``train`` may be anything; a space before a "-" tells argparse that it is no option.
+    """
     joined: list[str] = []
+    plain = 0  # words that are taken as they are
     for word in argv:
+        if plain:
+            plain -= 1
+            joined.append(f" {word}" if word.startswith("-") else word)
+            continue
+        if argv[0] == "train" and (word == "-p" or len(word) > 2 and "--parameter".startswith(word)):
+            plain = 2
         negative = word.startswith("-") and not isinstance(_number(word), str)
         if negative and joined and joined[-1].startswith("-") and "=" not in joined[-1]:
             joined[-1] += f"={word}"
@@ -221,13 +234,16 @@ def _join_negatives(argv: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; 0 if it went well, 1 with one sentence on stderr for bad input."""
+    from .runconfig import OneSentence
+
     args = build_parser().parse_args(_join_negatives(sys.argv[1:] if argv is None else argv))
     try:
         return args.run(args)
-    except ValueError as error:
-        print(f"lipmdeq {args.command}: {error}", file=sys.stderr)
+    except (OneSentence, ValueError) as error:
+        say(f"lipmdeq {args.command}: {error}")
         return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    sys.exit(guarded(f"lipmdeq {command}".strip(), main))

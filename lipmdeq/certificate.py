@@ -20,6 +20,7 @@ import json
 import math
 import time
 from dataclasses import asdict, dataclass
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,19 @@ def fingerprint(module: nn.Module) -> str:
     for name, value in sorted(module.state_dict().items()):
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def constants_hash(f: nn.Module) -> str:
+    """sha256 over kind and plain attributes of all modules: slopes, rates, weights of mixes, scales, strides, map sizes,
+    limits, that is, all that enters L beside the weights.
+    """
+    digest = hashlib.sha256()
+    for name, module in f.named_modules():
+        kept = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+        kept["eps"] = getattr(module, "eps", None)
+        plain = {k: float(v) if isinstance(v, Real) else v for k, v in kept.items()}
+        digest.update(repr((name, type(module).__name__, sorted(plain.items()))).encode())
     return digest.hexdigest()
 
 
@@ -229,7 +243,7 @@ def _scaled(x: list[Tensor], s: Tensor) -> list[Tensor]:
 @dataclass(frozen=True)
 class Certificate:
     """What was proved (``test``, ``train``: constants of the comparison matrix) and what was measured.
-    ``layers`` has a row each.
+    ``layers`` has a row each. ``constants`` is None in records that were written without it.
     """
 
     image_size: int
@@ -244,6 +258,7 @@ class Certificate:
     layers: list[dict]
     fingerprint: str
     seconds: float
+    constants: str | None = None
 
     @property
     def certified(self) -> bool:
@@ -256,8 +271,11 @@ class Certificate:
         return self.test["spectral"] / self.measured_norm if self.measured_norm else None
 
     def matches(self, model: nn.Module) -> bool:
-        """False as soon as a weight of f differs from those that were certified."""
-        return fingerprint(model.f) == self.fingerprint
+        """False as soon as a weight of f, or a constant beside the weights (a, p, α1, α2, a weight of the fusion, …), differs
+        from those that were certified.
+        """
+        same = self.constants is None or self.constants == constants_hash(model.f)
+        return same and fingerprint(model.f) == self.fingerprint
 
     def to_dict(self) -> dict:
         return {**asdict(self), "certified": self.certified, "slack": self.slack}
@@ -361,7 +379,7 @@ def certify(
     """
     start = time.perf_counter()
     cfg, f = model.cfg, model.f
-    image_size = image_size or cfg.image_size
+    image_size = cfg.image_size if image_size is None else image_size
     if image_size < 1 or image_size % cfg.step:
         raise ValueError(f"image_size = {image_size}: must be a multiple of {cfg.step}")
     refuse_unknown(f)
@@ -386,6 +404,7 @@ def certify(
         layers=rows,
         fingerprint=fingerprint(f),
         seconds=time.perf_counter() - start,
+        constants=constants_hash(f),
     )
 
 

@@ -297,11 +297,16 @@ class MDEQ(nn.Module):
         cfg: what to build.
         solver: forward solver (any of :mod:`lipmdeq.solvers`).
         adjoint: gradient rule (any of :mod:`lipmdeq.implicit`).
+
+    Attributes:
+        largest_image: largest side of images that are taken, that of the configuration: ‖W‖₂ ≤ c is enforced for its maps, and
+            holds on smaller ones (their operator is a part of the larger one). ``certify(model, image_size)`` proves a bound
+            for larger images; set this to use it. Models without the constraint, and ``potential`` ones, take all sizes.
     """
 
     def __init__(self, cfg: ModelConfig, solver=None, adjoint=None):
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.largest_image = cfg, cfg.image_size
         self.solver = solver or Anderson(tol=1e-3, max_iter=18)
         self.adjoint = adjoint or Implicit(Anderson(tol=1e-3, max_iter=20))
         potential = cfg.block == "potential"
@@ -329,6 +334,19 @@ class MDEQ(nn.Module):
             torch.zeros(b, ci, h >> i, w >> i, device=u.device, dtype=u.dtype).to(memory_format=fmt)
             for i, ci in enumerate(self.cfg.channels)
         ]
+
+    def check_images(self, x: Tensor) -> None:
+        """ValueError for images x (B, C, H, W) whose maps do not fit, or whose f has no bound (see ``largest_image``)."""
+        (height, width), step, most = x.shape[2:], self.cfg.step, self.largest_image
+        if height % step or width % step:
+            raise ValueError(
+                f"image size = {height}x{width}: must be multiples of {step} for {self.cfg.n} branches"
+            )
+        if self.cfg.constrain and self.cfg.block == "paper" and max(height, width) > most:
+            raise ValueError(
+                f"image size = {height}x{width}: must be at most {most}x{most}, for which f is constrained; "
+                f"certify(model, {max(height, width)}) proves a bound there, model.largest_image takes such images"
+            )
 
     def injected(self, x: Tensor) -> list[Tensor | None]:
         """u_i for every branch, from images x (B, C, H, W); None where nothing enters."""
@@ -364,6 +382,7 @@ class MDEQ(nn.Module):
         self, x: Tensor, solver=None, adjoint=None, autocast: Autocast = nullcontext, pair: bool = False
     ):
         """(z*, Solution) for images x (B, C, H, W); arguments as in :func:`lipmdeq.implicit.deq`."""
+        self.check_images(x)
         f, z0, inputs = self.problem(x, autocast)
         solver, adjoint = solver or self.solver, adjoint or self.adjoint
         return deq(f, z0, solver=solver, adjoint=adjoint, inputs=inputs, pair=pair)

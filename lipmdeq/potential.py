@@ -2,7 +2,7 @@
 
 On the branches z = [z_1, …, z_n], with the injected images u = [u_1, …, u_n]:
 
-    ẑ_i = z_i − 2 K_iᵀ T_i⁻¹ σ(K_i z_i + b_i + u_i)         residual layer, 1-Lipschitz   (P1)
+    ẑ_i = z_i − (2/T_i)·K_iᵀσ(K_i z_i + b_i + u_i)          residual layer, 1-Lipschitz   (P1)
     f_i = Σ_j M_ij P_ij(ẑ_j),  P_ij 1-Lipschitz              fusion, M ≥ 0, ‖M‖₂ = τ       (P2)
 
 with P_ii the identity. So ‖f(z) − f(z')‖ ≤ ‖M‖₂‖z − z'‖ = τ‖z − z'‖ in the plain norm, in training and in test. Nothing is
@@ -35,20 +35,42 @@ ROUNDING = 1e-4  # what rounding in single precision may take from a bound, gene
 
 
 def matrix_norm_bound(w: Tensor) -> Tensor:
-    """An upper bound on the spectral norm of a matrix (m, k) that can be differentiated; tight to n^(1/1024), n = min(m, k).
+    """An upper bound on the spectral norm of a matrix (m, k) that can be differentiated; tight to n^(1/1024), n = min(m, k)."""
+    return norm_bounds([w])[0]
 
-    With G = W Wᵀ and p = 2^8, λ_max(G)^p = λ_max(G^p) ≤ ‖G^p‖_F ≤ √n·λ_max(G)^p, and G^p takes 8 squarings. Each is divided
-    by its Frobenius norm, so that nothing overflows; the logarithms of these are summed.
+
+def norm_bounds(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """The bounds of :func:`matrix_norm_bound` for several matrices, those with equal smaller sides in one batch.
+
+    With G = W Wᵀ and p = 2^8, λ_max(G)^p = λ_max(G^p) ≤ ‖G^p‖_F ≤ √n·λ_max(G)^p, and G^p takes 8 squarings. Every
+    third one is divided by its Frobenius norm, so that nothing overflows; the logarithms of these are summed.
     """
-    tiny = torch.finfo(w.dtype).tiny
-    gram = w @ w.mT if w.shape[0] <= w.shape[1] else w.mT @ w
-    log = torch.zeros((), dtype=w.dtype, device=w.device)
-    for i in range(SQUARINGS):
-        size = gram.norm().clamp_min(tiny)
-        gram, log = gram / size, log + size.log() / 2**i
-        gram = gram @ gram
-    log = log + gram.norm().clamp_min(tiny).log() / 2**SQUARINGS
-    return (log / 2).exp()
+    grams = [w @ w.mT if w.shape[0] <= w.shape[1] else w.mT @ w for w in matrices]
+    places: dict[int, list[int]] = {}
+    for i, gram in enumerate(grams):
+        places.setdefault(len(gram), []).append(i)
+    found: list[Tensor] = [None] * len(grams)
+    for where in places.values():
+        gram, log = torch.stack([grams[i] for i in where]), 0.0
+        for k in range(SQUARINGS + 1):
+            if k % 3 == 0 or k == SQUARINGS:  # after three squarings λ_max is still at least n^(−4)
+                size = torch.linalg.vector_norm(gram, dim=(1, 2)).clamp_min(torch.finfo(gram.dtype).tiny)
+                gram, log = gram / size[:, None, None], log + size.log() / 2**k
+            if k < SQUARINGS:
+                gram = gram @ gram
+        for i, bound in zip(where, (log / 2).exp(), strict=True):
+            found[i] = bound
+    return found
+
+
+def scaled_bounds(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Bounds on the norms of kernels (C_out, C_in, k, k) as C_out × C_in·k² matrices, of any scale, with room for rounding."""
+    tiny = torch.finfo(weights[0].dtype).tiny
+    sizes = [
+        w.detach().abs().amax().clamp_min(tiny) for w in weights
+    ]  # so that no square over- or underflows
+    found = norm_bounds([(w / s).flatten(1) for w, s in zip(weights, sizes, strict=True)])
+    return [(s * (1 + ROUNDING) * b).clamp_min(tiny) for s, b in zip(sizes, found, strict=True)]
 
 
 class UnitConv(nn.Module):
@@ -60,17 +82,17 @@ class UnitConv(nn.Module):
 
     def __init__(self, cin: int, cout: int, k: int, size: tuple[int, int]):
         super().__init__()
-        self.k, self.stride, self.padding, self.size = k, k, 0, tuple(size)
+        self.stride, self.padding, self.size = k, 0, tuple(size)
         self.weight = nn.Parameter(nn.init.orthogonal_(torch.empty(cout, cin * k * k)).view(cout, cin, k, k))
         self.bias = nn.Parameter(torch.zeros(cout))
 
-    def kernel(self) -> Tensor:
+    def matrix(self) -> Tensor:
+        """The weight whose norm as a matrix bounds that of the operator."""
+        return self.weight
+
+    def kernel(self, bound: Tensor | None = None) -> Tensor:
         """The weight in use, (C_out, C_in, k, k): of norm at most 1."""
-        tiny = torch.finfo(self.weight.dtype).tiny
-        w = self.weight / self.weight.detach().abs().amax().clamp_min(
-            tiny
-        )  # so that no square over- or underflows
-        return w / (matrix_norm_bound(w.flatten(1)) * (1 + ROUNDING))
+        return self.weight / (scaled_bounds([self.matrix()])[0] if bound is None else bound)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(x, self.kernel(), self.bias, stride=self.stride)
@@ -84,35 +106,15 @@ class UnitConv(nn.Module):
         return f"{cin}→{cout}, {k}x{k}, stride={self.stride}, size={self.size}"
 
 
-def correlation_sums(kernel: Tensor) -> Tensor:
-    """Σ_δ |(K Kᵀ)_ij(δ)| over all shifts δ, (m, C, k, k) → (m, m): row sums bound K Kᵀ on maps of any size.
-
-    (K Kᵀ)_ij(δ) is the correlation of kernels i and j at the shift δ. Zero padding only takes terms away. Half of the shifts
-    are enough, since G_ij(δ) = G_ji(−δ).
-    """
-    k = kernel.shape[-1]
-    total = torch.zeros(len(kernel), len(kernel), dtype=kernel.dtype, device=kernel.device)
-    for dy in range(k):
-        for dx in range(1 - k, k):
-            if dy == 0 and dx < 0:
-                continue
-            one = kernel[:, :, dy:, max(dx, 0) : k + min(dx, 0)].flatten(1)
-            other = kernel[:, :, : k - dy, max(-dx, 0) : k - max(dx, 0)].flatten(1)
-            gram = (one @ other.mT).abs()
-            total = total + (gram if dy == dx == 0 else gram + gram.mT)
-    return total
-
-
 class Potential(nn.Module):
-    """(P1): h(z) = z − 2Kᵀ T⁻¹ σ(Kz + b + u), K a 3x3 convolution to E·C channels, σ = ReLU. 1-Lipschitz in z.
+    """(P1): h(z) = z − (2/T)·Kᵀσ(Kz + b + u), K a 3x3 convolution to E·C channels, σ = ReLU, T ≥ ‖K‖². 1-Lipschitz in z.
 
-    T is diagonal, T_i = Σ_j |G_ij| q_j/q_i with G = K Kᵀ and any q > 0 (here the norms of the kernels). So T ≽ G: by
-    2|x_i x_j| ≤ (q_j/q_i) x_i² + (q_i/q_j) x_j², xᵀGx ≤ Σ_ij |G_ij||x_i||x_j| ≤ Σ_i T_i x_i².
+    T = 9‖R‖², R the kernel of Kᵀ as a C × 9·E·C matrix: a pixel lies in at most nine windows, so ‖Kᵀy‖² ≤ ‖R‖²·Σ‖window‖²
+    ≤ 9‖R‖²‖y‖², on maps of any size. Constant kernels on large maps reach it.
 
-    Proof of the constant. With A = T^(−1/2) K, the derivative (almost everywhere) is J = I − 2AᵀSA with a diagonal
-    0 ≤ S ≤ I: slopes of the ReLU, and zeros where dropout removes a unit. T ≽ K Kᵀ says A Aᵀ ≼ I, so 0 ≼ AᵀSA ≼ AᵀA ≼ I
-    and −I ≼ J ≼ I. J is symmetric (h is the gradient of a potential), hence ‖J‖₂ ≤ 1. If all that is known is ‖A‖² ≤ s,
-    then 0 ≼ AᵀSA ≼ sI and ‖J‖₂ ≤ max(1, 2s − 1).
+    Proof of the constant. With A = K/√T, the derivative (almost everywhere) is J = I − 2AᵀSA with a diagonal 0 ≤ S ≤ I: slopes
+    of the ReLU, and zeros where dropout removes a unit. ‖A‖ ≤ 1 gives 0 ≼ AᵀSA ≼ AᵀA ≼ I, hence −I ≼ J ≼ I. J is symmetric
+    (h is the gradient of a potential), so ‖J‖₂ ≤ 1. If all that is known is ‖A‖² ≤ s, then ‖J‖₂ ≤ max(1, 2s − 1).
     """
 
     def __init__(self, channels: int, expansion: int, p: float, size: tuple[int, int]):
@@ -125,31 +127,30 @@ class Potential(nn.Module):
         self.bias = nn.Parameter(torch.zeros(wide))
         self.drop = VariationalDropout(p)
 
-    def inverse_T(self) -> Tensor:
-        """1/T, (E·C,)."""
-        q = self.weight.flatten(1).norm(dim=1).clamp_min(1e-12)
-        rows = (correlation_sums(self.weight) * q).sum(1) / q
-        return 1 / (rows * (1 + ROUNDING)).clamp_min(1e-12)
+    def matrix(self) -> Tensor:
+        """The kernel of Kᵀ, (C, E·C, 3, 3), but for the order of its taps: R as a matrix."""
+        return self.weight.transpose(0, 1)
+
+    def T(self, bound: Tensor | None = None) -> Tensor:
+        """T ≥ ‖K‖², a number."""
+        bound = scaled_bounds([self.matrix()])[0] if bound is None else bound
+        return (9 * bound.square()).clamp_min(1e-12)
 
     def kernel(self) -> Tensor:
-        """A = T^(−1/2) K, of norm at most 1: what the certificate proves anew."""
-        return self.weight * self.inverse_T().sqrt()[:, None, None, None]
+        """A = K/√T, of norm at most 1: what the certificate proves anew."""
+        return self.weight / self.T().sqrt()
 
     def forward(self, z: Tensor, u: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        kernel, back = self.pair()
-        return residual(z, kernel, back, self.shift(u), mask)
+        return residual(z, *self.pair(self.T()), self.shift(u), mask)
 
-    def pair(self) -> tuple[Tensor, Tensor]:
-        """K and 2KᵀT⁻¹ as kernels of convolutions with padding 1; in test mode dropout scales the second one by 1 − p.
+    def pair(self, T: Tensor) -> tuple[Tensor, Tensor]:
+        """K and 2Kᵀ/T as kernels of convolutions with padding 1; in test mode dropout scales the second one by 1 − p.
 
         K as a view: :func:`lipmdeq.implicit.deq` wants inputs that do not depend on one another, and the second kernel
         depends on the weight.
         """
         keep = 1.0 if self.training else 1 - self.drop.p
-        scale = 2 * keep * self.inverse_T()
-        return self.weight.view_as(self.weight), (self.weight * scale[:, None, None, None]).transpose(
-            0, 1
-        ).flip(2, 3)
+        return self.weight.view_as(self.weight), (2 * keep / T * self.weight).transpose(0, 1).flip(2, 3)
 
     def shift(self, u: Tensor | None) -> Tensor:
         """b + u, (B, E·C, H, W) or (E·C, 1, 1) without an injection."""
@@ -175,7 +176,7 @@ def residual(z: Tensor, kernel: Tensor, back: Tensor, shift: Tensor, mask: Tenso
 class Held:
     """What stays the same through both solves of one batch: normalised kernels, injected images, masks."""
 
-    blocks: list[tuple[Tensor, Tensor, Tensor]]  # K, 2KᵀT⁻¹, b + u of each branch
+    blocks: list[tuple[Tensor, Tensor, Tensor]]  # K, 2Kᵀ/T, b + u of each branch
     masks: list[Tensor | None]
     own: list[Tensor]  # M_ii
     paths: dict[tuple[int, int], list[tuple[Tensor, Tensor]]]  # kernels and biases; M_ij is in the last ones
@@ -226,18 +227,20 @@ class PotentialMap(nn.Module):
     def hold(self, u: Sequence[Tensor | None]) -> Held:
         """Everything that is computed once for a batch: u_i (B, E·C_i, H_i, W_i), or None for a branch without injection."""
         m = self.mixing()
-        batch = next(t for t in u if t is not None)
+        convs = [c for path in self.paths.values() for c in path]
+        found = scaled_bounds([layer.matrix() for layer in (*self.residual, *convs)])
+        bound = dict(zip((*self.residual, *convs), found, strict=True))
         paths = {}
         for i in range(self.n):
             for j in range(self.n):
                 if i != j:
-                    pairs = [(conv.kernel(), conv.bias) for conv in self.paths[_key(i, j)]]
+                    pairs = [(c.kernel(bound[c]), c.bias) for c in self.paths[_key(i, j)]]
                     w = m[i, j] * 2.0 ** min(0, i - j)
                     pairs[-1] = tuple(w * t for t in pairs[-1])
                     paths[i, j] = pairs
         return Held(
-            blocks=[(*b.pair(), b.shift(ui)) for b, ui in zip(self.residual, u, strict=True)],
-            masks=self.masks(batch),
+            blocks=[(*b.pair(b.T(bound[b])), b.shift(ui)) for b, ui in zip(self.residual, u, strict=True)],
+            masks=self.masks(next(t for t in u if t is not None)),
             own=[m[i, i] for i in range(self.n)],
             paths=paths,
         )

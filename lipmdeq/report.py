@@ -83,7 +83,7 @@ def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
     weights = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     data = run.data
-    return {
+    record = {
         "format": records.FORMAT,
         "scale": scale_text(cfg, data, weights, run.world),
         "command": cfg.command(),
@@ -101,12 +101,14 @@ def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
         "certificate": proof.to_dict(),
         "depth": depth.to_dict(),
         "weights_sha256": records.weights_sha256(model),
+        "half_sha256": records.half_sha256(model),
         "code": {"commit": run.past["commits"][-1], "commits": run.past["commits"]},
         "versions": records.versions(),
         "machine": {**records.machine(run.world.device), "processes": run.world.size, "threads": cfg.threads},
         "started": run.past["started"],
         "finished": records.now(),
     }  # fmt: skip
+    return records.seal(record)
 
 
 class Summary:

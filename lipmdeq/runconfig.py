@@ -7,7 +7,9 @@ opening the data is refused here, in one sentence that names the parameter, its 
 
 from __future__ import annotations
 
+import ast
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Real
@@ -18,6 +20,7 @@ from lipmdeq.constants import check_choice, check_range, check_whole
 PRESETS = ("digits", "cpu", "cpu32", "cpu-imagenet", "paper-cifar10", "paper-imagenet", "mdeq-tiny")
 ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S6-sum", "S7", "S7-sum")
 BOOKKEEPING = ("out", "data_root")  # do not change any number of a run
+TEXT, NAME = 1000, 255  # longest text, in characters, and longest name in a path, in bytes
 FAMILIES = {  # what parameters are where nothing is said
     "paper": {"a": 0.4, "alpha2": 0.3, "p": 0.3, "injection": "first"},
     "potential": {"alpha2": 0.5, "p": 0.0, "injection": "all"},
@@ -87,13 +90,42 @@ def _flag(name: str, value: object) -> bool:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str | Path):
-        raise ValueError(f"{name} = {value!r}: must be text")
-    return str(value)
+        raise ValueError(f"{name} = {_short(value)}: must be text")
+    text = str(value)
+    try:
+        parts = [len(part.encode("utf-8")) for part in text.split("/")]
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} = {text!r}: must be text in UTF-8") from None
+    if "\0" in text:
+        raise ValueError(f"{name} = {text!r}: must be text without a NUL character")
+    if max(parts) > NAME:
+        raise ValueError(f"{name} = {_short(text)}: must be at most {NAME} bytes long between two slashes")
+    return text
+
+
+def _short(value: object) -> str:
+    """A value as it is written in Python, shortened where it would fill the screen."""
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print the largest
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:100]}… ({len(text)} characters)"
+
+
+def _bounded(name: str, value: object) -> None:
+    """Refuse what no parameter can be, before a check would print all of it."""
+    if isinstance(value, str | Path) and len(str(value)) > TEXT:
+        raise ValueError(f"{name} = {_short(str(value))}: must be at most {TEXT} characters long")
+    if isinstance(value, int) and value.bit_length() > 1000:
+        raise ValueError(f"{name} = {_short(value)}: is too large for any parameter")
+    if isinstance(value, list | tuple | set | dict) and len(value) > TEXT:
+        raise ValueError(
+            f"{name} = {type(value).__name__} of {len(value)} entries: must be at most {TEXT} long"
+        )
 
 
 def _device(name: str, value: object) -> str:
     plain = isinstance(value, str) and value in ("auto", "cpu", "cuda")
-    if not plain and not (isinstance(value, str) and value[:5] == "cuda:" and value[5:].isdecimal()):
+    if not plain and not (isinstance(value, str) and re.fullmatch("cuda:(0|[1-9][0-9]{0,2})", value)):
         raise ValueError(f"{name} = {value!r}: must be one of auto, cpu, cuda, cuda:0, cuda:1, …")
     return value
 
@@ -144,11 +176,11 @@ class RunConfig:
     a: float | None = _par(
         None, number(0, 1, "(]", none=True), "slope of SReLU, in (0, 1]: the paper's block"
     )
-    c: float = _par(2.0, number(), "bound on the norm of every convolution of f, > 0")
-    gamma: float = _par(1.0, number(), "bound on |γ| of the norms of f, > 0")
+    c: float = _par(2.0, number(0, 1e6, "(]"), "bound on the norm of every convolution of f, > 0")
+    gamma: float = _par(1.0, number(0, 1e6, "(]"), "bound on |γ| of the norms of f, > 0")
     alpha1: float = _par(0.5, number(0, 1), "convex mix in the residual block, in (0, 1)")
     alpha2: float | None = _par(None, number(0, 1, none=True), "convex mix in the fusion, in (0, 1)")
-    n: int | None = _par(None, whole(none=True), "number of resolutions; None: those of the preset")
+    n: int | None = _par(None, whole(1, 64, none=True), "number of resolutions; None: those of the preset")
     p: float | None = _par(None, number(0, 1, "[)", none=True), "dropout rate, in [0, 1)")
     expansion: int | None = _par(
         None, whole(none=True, high=64), "hidden channels over channels in a residual layer"
@@ -172,41 +204,44 @@ class RunConfig:
         "anderson", choice("anderson", "picard", "broyden"), "anderson, picard or broyden, both ways"
     )
     tol: float = _par(1e-3, number(), "relative residual at which a solve stops, > 0")
-    max_forward: int = _par(18, whole(), "largest number of evaluations of f in a forward solve")
-    max_backward: int = _par(20, whole(), "largest number of evaluations in a backward solve")
-    phantom_steps: int = _par(5, whole(), "steps of the phantom gradient")
+    max_forward: int = _par(18, whole(1, 10_000), "largest number of evaluations of f in a forward solve")
+    max_backward: int = _par(20, whole(1, 10_000), "largest number of evaluations in a backward solve")
+    phantom_steps: int = _par(5, whole(1, 1000), "steps of the phantom gradient")
     phantom_damping: float = _par(0.5, number(0, 1, "(]"), "damping of the phantom gradient, in (0, 1]")
     train_stem: bool = _par(True, _flag, "False: the stem keeps its random weights")
     # data
     data: str = _par("digits", _text, "digits, cifar10, tiny-imagenet-25, imagenet or a folder of data_root")
     data_root: str = _par("data", _text, "folder of the data sets")
-    train_images: int | None = _par(None, whole(none=True), "number of training images; None: all")
-    val_images: int = _par(0, whole(0), "number of training images set aside for validation")
-    test_images: int | None = _par(None, whole(none=True), "number of test images; None: all")
-    resolution: int | None = _par(None, whole(none=True), "image size; None: that of the data set")
+    train_images: int | None = _par(None, whole(1, 10**9, none=True), "number of training images; None: all")
+    val_images: int = _par(0, whole(0, 10**9), "number of training images set aside for validation")
+    test_images: int | None = _par(None, whole(1, 10**9, none=True), "number of test images; None: all")
+    resolution: int | None = _par(None, whole(1, 4096, none=True), "image size; None: that of the data set")
     eval_split: str = _par("test", choice("test", "val"), "what is evaluated: test or val")
-    eval_every: int = _par(1, whole(), "epochs between evaluations; the last epoch always has one")
+    eval_every: int = _par(1, whole(1, 10**6), "epochs between evaluations; the last epoch always has one")
     # optimisation
-    epochs: int = _par(4, whole(), "passes over the training images")
-    batch: int = _par(32, whole(2), "images per step, over all processes")
+    epochs: int = _par(4, whole(1, 10**6), "passes over the training images")
+    batch: int = _par(32, whole(2, 10**6), "images per step, over all processes")
     lr: float = _par(4e-3, number(), "largest learning rate of Adam; cosine to 1e-6")
     warmup: float = _par(0.0, number(0, 1, "[)"), "share of the steps in which the rate rises to lr")
     label_smoothing: float = _par(0.0, number(0, 1, "[)"), "share of the target spread over all classes")
-    prove_every: int = _par(50, whole(), "steps between proofs that all norms are at most c; 1: each step")
+    prove_every: int = _par(
+        50, whole(1, 10**9), "steps between proofs that all norms are at most c; 1: each step"
+    )
     seed: int = _par(0, whole(0, 2**32 - 1), "decides everything random; same seed, same numbers")
     # the machine
     device: str = _par("auto", _device, "auto (a GPU if there is one), cpu, cuda or cuda:<number>")
-    threads: int = _par(1, whole(), "threads of one process on the CPU")
+    threads: int = _par(1, whole(1, 1024), "threads of one process on the CPU")
     precision: str = _par("float32", choice("float32", "tf32", "bfloat16"), "float32, tf32 or bfloat16")
     compile: bool = _par(False, _flag, "True: compile f with torch.compile")
     # what is kept
     out: str = _par("", _text, "folder of the run; empty: nothing is kept")
-    checkpoint_every: int = _par(100, whole(), "steps between checkpoints")
+    checkpoint_every: int = _par(100, whole(1, 10**9), "steps between checkpoints")
     trace_epochs: tuple[int, ...] = _par((), _epochs, "epochs after which residual traces are recorded")
 
     def __post_init__(self) -> None:
         try:
             for f in fields(self):
+                _bounded(f.name, getattr(self, f.name))
                 object.__setattr__(self, f.name, f.metadata["check"](f.name, getattr(self, f.name)))
         except ValueError as e:
             raise ParameterError(str(e)) from None
@@ -246,8 +281,9 @@ class RunConfig:
             if name not in names:
                 near = difflib.get_close_matches(str(name), names, 1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
+                shown = _short(name)[1:-1] if isinstance(name, str) else name
                 raise ParameterError(
-                    f"{name} = {value!r}: not a parameter{hint}; must be one of {', '.join(names)}"
+                    f"{shown} = {_short(value)}: not a parameter{hint}; must be one of {', '.join(names)}"
                 )
         return cls(**values)
 
@@ -255,12 +291,17 @@ class RunConfig:
     def from_namespace(cls, namespace: Mapping[str, object]) -> RunConfig:
         """From the variables of a notebook: every plain value among them must be a parameter.
 
-        papermill only warns about names that the notebook does not have, and passes them on as variables.
+        papermill only warns about names that the notebook does not have, and passes them on as variables. What the cells
+        before the first call assigned counts in any case: a later import may have taken the name, IPython may hide it.
         """
+        names = {f.name for f in fields(cls)}
         plain = (str, int, float, bool, list, tuple, type(None))
-        return cls.from_mapping(
-            {k: v for k, v in namespace.items() if k[:1] != "_" and k != "In" and isinstance(v, plain)}
-        )
+        found = {
+            k: v
+            for k, v in namespace.items()
+            if k in names or (k[:1] != "_" and k != "In" and isinstance(v, plain))
+        }
+        return cls.from_mapping({**_assigned(namespace.get("In", []), names), **found})
 
     @classmethod
     def from_yaml(cls, path: str | Path, **changes: object) -> RunConfig:
@@ -268,11 +309,12 @@ class RunConfig:
         import yaml
 
         try:
-            values = yaml.safe_load(Path(path).read_text())
+            values = yaml.safe_load(Path(path).read_text("utf8"))
         except OSError as e:
-            raise ParameterError(f"config = {str(path)!r}: cannot be read ({e.strerror})") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as e:
-            raise ParameterError(f"config = {str(path)!r}: is not YAML ({str(e).splitlines()[0]})") from None
+            raise ParameterError(f"config = {_short(str(path))}: cannot be read ({e.strerror})") from None
+        except (yaml.YAMLError, ValueError, RecursionError) as e:
+            why = (str(e).splitlines() or [type(e).__name__])[0]
+            raise ParameterError(f"config = {_short(str(path))}: is not YAML ({why})") from None
         if not isinstance(values, dict):
             raise ParameterError(f"config = {str(path)!r}: must be lines of the form name: value")
         return cls.from_mapping({**values, **changes})
@@ -306,6 +348,28 @@ class RunConfig:
         if self.model == "lipschitz":
             names += LIPSCHITZ if self.block == "paper" else ("tau", "alpha2")
         return {k: getattr(self, k) for k in names}
+
+
+def _assigned(cells: object, known: set[str]) -> dict[str, object]:
+    """Names that are no parameter, and their values, from the sources of the cells before the first `from_namespace`."""
+    if not isinstance(cells, list) or not all(isinstance(source, str) for source in cells):
+        return {"In": cells}
+    found = {}
+    for source in cells:
+        if "from_namespace" in source:
+            break
+        try:
+            lines = ast.parse(source).body
+        except (SyntaxError, ValueError, RecursionError):
+            continue  # a cell that failed, so nothing came of it
+        for line in (x for x in lines if isinstance(x, ast.Assign | ast.AnnAssign) and x.value is not None):
+            targets = line.targets if isinstance(line, ast.Assign) else [line.target]
+            for name in (t.id for t in targets if isinstance(t, ast.Name) and t.id not in known):
+                try:
+                    found[name] = ast.literal_eval(line.value)
+                except ValueError:
+                    found[name] = ast.unparse(line.value)
+    return found
 
 
 def _shell(value: object) -> str:

@@ -164,18 +164,32 @@ class Run:
             return
         state = records.load_checkpoint(self.file)
         records.same_run(self.cfg, state["parameters"], self.out)
+        try:
+            self._restore(state)
+        except records.UNFIT as e:
+            raise records.unfit(self.file, e) from None
+        commit = records.git_commit()
+        if commit not in self.past["commits"]:
+            self.past["commits"].append(commit)
+        if self.epoch < self.cfg.epochs:
+            self.log(f"resumed at epoch {self.epoch + 1}, step {self.step} of {self.steps}")
+
+    def _restore(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
         self.adam.load_state_dict(state["optimizer"])
         self._forget()
         self.epoch, self.step = state["epoch"], state["step"]
         # The sums are those of all processes: one of them goes on with them.
         self.sums = Sums(**state["sums"]) if self.world.writes else Sums()
-        self.history, self.traces, self.past = state["history"], state["traces"], state["past"]
-        commit = records.git_commit()
-        if commit not in self.past["commits"]:
-            self.past["commits"].append(commit)
-        if self.epoch < self.cfg.epochs:
-            self.log(f"resumed at epoch {self.epoch + 1}, step {self.step} of {self.steps}")
+        self.history, self.traces, past = state["history"], state["traces"], state["past"]
+        self.past = {k: past[k] for k in self.past}
+        whole = isinstance(self.epoch, int) and isinstance(self.step, int)
+        if not whole or not 0 <= self.epoch <= self.cfg.epochs or not 0 <= self.step < self.steps:
+            raise ValueError(f"epoch = {self.epoch}, step = {self.step}")
+        if [h["epoch"] for h in self.history] != list(range(1, self.epoch + 1)):
+            raise ValueError("history has other epochs than were run")
+        if [t["epoch"] for t in self.traces] != [e for e in self.cfg.trace_epochs if e <= self.epoch]:
+            raise ValueError("traces have other epochs than were asked for")
 
     def _checkpoint(self) -> None:
         """Save, unless the weights are not finite: the last good checkpoint stays."""

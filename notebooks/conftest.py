@@ -33,3 +33,4 @@ def name_differences(stored: list, new: list) -> None:
 def pytest_itemcollected(item):
     if type(item) is IPyNbCell:
         item.__class__ = Cell
+        item.output_timeout = 120  # seconds; five are too few on a busy machine

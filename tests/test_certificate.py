@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -226,6 +227,55 @@ def test_weights_changed_behind_its_back():
     ).certified  # the live weights count, not the promise c
     rows = {row["name"]: row for row in certify(net, measure=False, progress=False).layers}
     assert rows["residual.0.conv1"]["norm"] > rows["residual.0.conv1"]["limit"]
+
+
+def set_fusion(net):
+    net.f.fusion.weights[0][1] *= 2
+
+
+CONSTANTS = {
+    "a": lambda net: setattr(net.f.residual[1].act, "a", 0.9),
+    "p": lambda net: setattr(net.f.residual[1].drop, "p", 0.6),
+    "alpha1": lambda net: setattr(net.f.residual[1], "alpha", 0.6),
+    "alpha2": lambda net: setattr(net.f.fusion, "alpha", 0.9),
+    "fusion": set_fusion,
+    "gamma": lambda net: setattr(net.f.residual[1].norm1, "gamma", 2.0),
+    "scale": lambda net: setattr(net.f.post[1].pair.norm, "fixed", 2.0),
+    "groups": lambda net: setattr(net.f.post[1].pair.norm, "groups", 2),
+    "c": lambda net: setattr(net.f.residual[1].conv1, "c", 3.0),
+    "stride": lambda net: setattr(net.f.residual[1].conv1, "stride", 3),
+    "padding": lambda net: setattr(net.f.residual[1].conv1, "padding", 0),
+    "size": lambda net: setattr(net.f.residual[1].conv1, "size", (7, 7)),
+    "up": lambda net: setattr(net.f.fusion.paths["2to1"].up, "scale", 4),
+    "kind": lambda net: setattr(net.f.residual[1].act, "__class__", nn.ReLU),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_changed_behind_its_back(name):
+    """Every number that enters L beside the weights belongs to what was certified."""
+    net = tiny(0.4)
+    cert = certify(net, measure=False, progress=False)
+    assert cert.matches(net) and cert.matches(net.eval())
+    CONSTANTS[name](net)
+    assert not cert.matches(net)
+
+
+def test_a_certificate_without_constants_compares_weights():
+    net = tiny(0.4)
+    cert = replace(certify(net, measure=False, progress=False), constants=None)
+    assert cert.matches(net)
+
+
+def test_modes_are_not_swapped():
+    """Dropout scales in train mode only: its constant is larger there, test mode is the one with L of p = 0."""
+    net = tiny(0.4, p=0.5)
+    cert = certify(net, measure=False, progress=False)
+    assert cert.test["perron"] < cert.train["perron"]
+    for block in net.f.residual:
+        block.drop.p = 0.0
+    calm = certify(net, measure=False, progress=False)
+    assert cert.test["matrix"] == calm.test["matrix"] == calm.train["matrix"]
 
 
 def test_a_certificate_for_a_larger_image_is_larger():

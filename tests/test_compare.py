@@ -197,7 +197,7 @@ def run_notebook(folder: Path, notebook) -> subprocess.CompletedProcess:
     nbformat.write(notebook, folder / "notebooks" / "one.ipynb")
     command = [sys.executable, "-m", "pytest", "--nbval", "-p", "no:cacheprovider", "notebooks/"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, env=environment)
 
 
 @pytest.mark.slow

@@ -189,9 +189,9 @@ BAD = [
     ({"a": float("nan")}, "a = nan: must be in (0, 1]"),
     ({"slope": 0.4}, "slope = 0.4: not a parameter"),
     ({"epoch": 3}, "epoch = 3: not a parameter (did you mean epochs?)"),
-    ({"c": -1}, "c = -1: must be in (0, inf)"),
+    ({"c": -1}, "c = -1: must be in (0, 1e+06]"),
     ({"p": 1}, "p = 1: must be in [0, 1)"),
-    ({"n": 2.5}, "n = 2.5: must be a whole number >= 1, or None"),
+    ({"n": 2.5}, "n = 2.5: must be a whole number >= 1 and <= 64, or None"),
     ({"n": 0}, "n = 0: must be"),
     ({"epochs": "ten"}, "epochs = 'ten': must be a whole number"),
     ({"epochs": 0}, "epochs = 0: must be a whole number >= 1"),
@@ -212,15 +212,46 @@ BAD = [
     ({"eval_split": "val"}, "val_images = 0: must be >= 1 for eval_split = 'val'"),
     ({"trace_epochs": "all"}, "trace_epochs = 'all': must be a list of whole numbers"),
     ({"trace_epochs": [99]}, "trace_epochs = [99]: must be whole numbers from 0 to epochs = "),
+    # D4, D8: what would fail later, stop the machine or never end
+    ({"threads": 100000}, "threads = 100000: must be a whole number >= 1 and <= 1024"),
+    ({"c": 1e308}, "c = 1e+308: must be in (0, 1e+06]"),
+    ({"gamma": 1e308}, "gamma = 1e+308: must be in (0, 1e+06]"),
+    ({"gamma": 10**400}, "gamma = a whole number of 1329 bits: is too large for any parameter"),
+    ({"device": "cuda:٣"}, "device = 'cuda:٣': must be one of auto, cpu, cuda, cuda:0"),
+    ({"device": "cuda:²"}, "device = 'cuda:²': must be"),
+    ({"device": "cuda:"}, "device = 'cuda:': must be"),
+    ({"device": "cuda:007"}, "device = 'cuda:007': must be"),
+    ({"device": "cuda:1\n"}, "device = 'cuda:1\\n': must be"),
+    ({"device": f"cuda:{10**30}"}, "device = 'cuda:1000"),
+    ({"phantom_steps": 10**30}, f"phantom_steps = {10**30}: must be a whole number >= 1 and <= 1000"),
+    ({"phantom_steps": 10**5000}, "phantom_steps = a whole number of 16610 bits: is too large"),
+    ({"phantom_steps": 1e300}, "phantom_steps = 1e+300: must be"),
+    ({"max_forward": 10**9}, "max_forward = 1000000000: must be a whole number >= 1 and <= 10000"),
+    ({"max_backward": 10**9}, "max_backward = 1000000000: must be"),
+    ({"epochs": 10**30}, f"epochs = {10**30}: must be a whole number >= 1 and <= 1000000"),
+    ({"n": 10**6}, "n = 1000000: must be"),
+    ({"resolution": 10**6}, "resolution = 1000000: must be"),
+    ({"trace_epochs": list(range(2000))}, "trace_epochs = list of 2000 entries: must be at most 1000"),
+    ({"out": "x" * 10000}, "out = 'xxxx"),
+    ({"out": "a/" + "x" * 256}, "out = 'a/xxxx"),
+    ({"out": "ü" * 128}, "out = 'üüüü"),
+    ({"data": "y" * 10000}, "data = 'yyyy"),
+    ({"data_root": "y/" * 600}, "data_root = 'y/y/"),
+    ({"model": "z" * 10000}, "model = 'zzzz"),
+    ({"w" * 10000: 1}, "wwww"),
+    ({"out": "a\0b"}, "out = 'a\\x00b': must be text without a NUL character"),
+    ({"data_root": "\0"}, "data_root = '\\x00': must be text without a NUL"),
+    ({"out": "a\udcff"}, "out = 'a\\udcff': must be text in UTF-8"),
+    ({"a": {"x": 1}}, "a = {'x': 1}: must be a number in (0, 1]"),
 ]
 
 
-@pytest.mark.parametrize("values, message", BAD, ids=[str(v) for v, _ in BAD])
+@pytest.mark.parametrize("values, message", BAD, ids=[ascii(m)[:60] for _, m in BAD])
 def test_bad_parameters_are_named_in_one_sentence(values, message):
     with pytest.raises(ParameterError) as error:
         RunConfig.from_mapping(values)
     assert str(error.value).startswith(message)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1200
     assert error.value._render_traceback_() == [f"ParameterError: {error.value}"]
 
 
@@ -229,6 +260,13 @@ def test_bad_config_files(tmp_path):
         ("a: [", "is not YAML"),
         ("- 1\n", "must be lines of the form"),
         ("", "must be lines of the form"),
+        ("epochs: " + "9" * 5000, "is not YAML"),
+        ("[" * 5000, "is not YAML"),
+        ("a: !!python/name:os.system", "is not YAML"),
+        ('out: "a\\0b"', "out = 'a.x00b': must be text without a NUL"),
+        ("? [1, 2]\n: 3", "is not YAML"),
+        ("1: 3", "1 = 3: not a parameter"),
+        ("null: 3", "None = 3: not a parameter"),
     ):
         path = tmp_path / "bad.yaml"
         path.write_text(text)
@@ -243,6 +281,41 @@ def test_namespace_of_a_notebook():
     assert RunConfig.from_namespace(namespace) == RunConfig(a=0.2)
     with pytest.raises(ParameterError, match="slope = 0.4: not a parameter"):
         RunConfig.from_namespace({**namespace, "slope": 0.4})
+
+
+def test_what_papermill_injects_is_never_ignored():
+    """D7: values that are no plain ones, and names that an import, IPython or an underscore hides from the namespace."""
+    first, call = (
+        "a: float = 0.4",
+        "from lipmdeq.runconfig import RunConfig\ncfg = RunConfig.from_namespace(globals())",
+    )
+    later = ["record = train(cfg)", "slope = 3"]
+
+    def run(injected: str) -> RunConfig:
+        space: dict = {}
+        for source in (first, injected, "from lipmdeq.runconfig import RunConfig"):
+            exec(source, space)
+        space.setdefault(
+            "In", ["", first, injected, call, *later, call]
+        )  # run a second time: later cells do not count
+        return RunConfig.from_namespace(space)
+
+    assert run("# Parameters\na = 0.2\n").a == 0.2
+    for injected, message in (
+        ("record = {'x': 1}", "record = {'x': 1}: not a parameter"),
+        ("RunConfig = 3", "RunConfig = 3: not a parameter"),
+        ("_x = 1", "_x = 1: not a parameter"),
+        ("In = 3", "In = 3: not a parameter"),
+        ("In = [3]", "In = [3]: not a parameter"),
+        ("Out = {}", "Out = {}: not a parameter"),
+        ("x = y = {1: 2}", "x = {1: 2}: not a parameter"),
+        ("thing = float('nan')", "thing = "),
+        ("a = {'x': 1}", "a = {'x': 1}: must be a number"),
+        ("a = b'x'", "a = b'x': must be a number"),
+        ("seed = {0}", "seed = {0}: must be a whole number"),
+    ):
+        with pytest.raises(ParameterError, match=re.escape(message)):
+            run(injected)
 
 
 def test_lists_from_the_shell():
@@ -291,12 +364,16 @@ def test_records_fit_their_configs(path):
 
 def graph(folder: Path, *words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "snakemake", "-s", str(folder / "Snakefile"), "-d", str(folder), *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
 
 
-def planned(folder: Path, *words: str) -> list[str]:
+# Tables that have all their records; rows of both are shared.
+COMPLETE = ("--config", "tables=table1,figure4")
+
+
+def planned(folder: Path) -> list[str]:
     """The rules of the jobs that `snakemake -n` plans, sorted, and for a run its configuration."""
-    done = graph(folder, "-n", *words)
+    done = graph(folder, "-n", *COMPLETE)
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     assert ("Nothing to be done" in text) == (not re.search(r"^(local)?rule ", text, re.M)), text
@@ -328,9 +405,19 @@ def test_graph_runs_what_is_missing_and_no_more(tmp_path):
     cfg = RunConfig.from_mapping(json.loads(text)["parameters"])
     config = tmp_path / "configs" / "cpu" / "table1" / "mdeq-pg.yaml"
     config.write_text(re.sub(r"^lr: .*$", "lr: 0.5", config.read_text(), flags=re.M))
-    done = graph(tmp_path, "-n")
+    done = graph(tmp_path, "-n", *COMPLETE)
     assert done.returncode != 0
     assert f"was made with lr = {cfg.lr!r}, but" in done.stdout + done.stderr
+    assert text.count('"accuracy": 0.') > 1
+    for content, message in (  # D1, D13
+        (text.replace('"accuracy": 0.', '"accuracy": 0.9', 1), "was changed after it was written"),
+        (text[:100], "is not a record of a run: it is truncated or was changed"),
+    ):
+        record.write_text(content)
+        done = graph(tmp_path, "-n")
+        said = done.stdout + done.stderr
+        assert done.returncode != 0 and "Traceback" not in said
+        assert f"results/cpu/table1/mdeq-pg/seed1.json {message}" in said, said
 
 
 def test_stored_tables_are_those_of_the_records():

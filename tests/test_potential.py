@@ -11,7 +11,7 @@ from lipmdeq.certificate import JacobianProbe, certify
 from lipmdeq.implicit import Implicit
 from lipmdeq.model import build
 from lipmdeq.norms import conv_norm
-from lipmdeq.potential import Potential, PotentialMap, UnitConv, correlation_sums, matrix_norm_bound
+from lipmdeq.potential import Potential, PotentialMap, UnitConv, matrix_norm_bound
 from lipmdeq.solvers import Anderson
 
 
@@ -75,41 +75,32 @@ def test_unit_convolution_has_norm_one_for_any_weight(k, scale):
     assert not conv.kernel().any()
 
 
-@pytest.mark.parametrize("size", [(2, 2), (3, 5), (6, 6)])
-def test_T_dominates_the_gram_matrix(size):
-    """T − K Kᵀ is positive semi-definite for the dense operator, random kernels and bad ones."""
+@pytest.mark.parametrize("size", [(1, 1), (2, 2), (3, 5), (6, 6)])
+def test_T_is_above_the_square_of_the_norm(size):
+    """Against the dense operator: random kernels and bad ones, of any scale."""
     torch.manual_seed(0)
-    for kind in range(4):
+    for kind in range(5):
         block = Potential(3, 2, 0.0, size).double()
         with torch.no_grad():
             if kind == 1:
                 block.weight.normal_(0, 5.0)
             elif kind == 2:  # rows of very different sizes
                 block.weight.mul_(torch.logspace(-8, 3, 6, dtype=torch.double)[:, None, None, None])
-            elif kind == 3:  # all kernels equal and constant: the largest possible correlations
+            elif kind == 3:  # all kernels equal and constant: windows overlap as badly as they can
                 block.weight.fill_(0.3)
+            elif kind == 4:
+                block.weight.mul_(1e100)
         k = dense(lambda x, w=block.weight: F.conv2d(x, w, padding=1), (3, *size)).detach()
-        t = (1 / block.inverse_T()).repeat_interleave(size[0] * size[1]).detach()
-        slack = torch.linalg.eigvalsh(torch.diag(t) - k @ k.T)
-        assert float(slack.min()) >= -1e-9 * float(t.max())
+        assert float(torch.linalg.matrix_norm(k, 2)) ** 2 <= float(block.T())
 
 
 def test_T_is_attained():
-    """Constant equal kernels on a large map: T is K Kᵀ up to the border, so no smaller T of this form would do."""
+    """Constant kernels on a large map: T is ‖K‖² up to the border, so no smaller factor than 9 would do."""
     block = Potential(2, 1, 0.0, (24, 24)).double()
     with torch.no_grad():
         block.weight.fill_(0.5)
     norm = conv_norm(block.kernel().detach(), (24, 24), padding=1)
     assert 0.97 <= norm.value <= 1.0
-
-
-def test_correlation_sums_are_those_of_the_convolution():
-    torch.manual_seed(0)
-    k = torch.randn(4, 3, 3, 3, dtype=torch.double)
-    plain = (
-        F.conv2d(k, k, padding=2).abs().sum((2, 3))
-    )  # (i, j) is the correlation of kernels i and j at all shifts
-    assert torch.allclose(correlation_sums(k), plain)
 
 
 @pytest.mark.parametrize("mutant", [1.0, 1.1, 2.0])
@@ -119,8 +110,8 @@ def test_residual_layer_is_symmetric_and_not_expansive(mutant):
     block = Potential(2, 3, 0.0, (6, 6)).double()
     with torch.no_grad():
         block.weight.fill_(0.5).add_(0.01 * torch.randn_like(block.weight))
-    true = block.inverse_T
-    block.inverse_T = lambda: mutant * true()
+    true = block.T
+    block.T = lambda: true() / mutant
     s = conv_norm(block.kernel().detach(), (6, 6), padding=1).value ** 2
     bound = max(1.0, 2 * s - 1)
     u = 50.0 + torch.randn(1, 6, 6, 6, dtype=torch.double)  # all units on: the strongest step
@@ -171,8 +162,8 @@ def test_certificate_does_not_trust_the_construction():
     block = net.f.residual[0]
     with torch.no_grad():
         block.weight.fill_(0.5)
-    exact = block.inverse_T
-    block.inverse_T = lambda: 1.1 * exact()
+    exact = block.T
+    block.T = lambda: exact() / 1.3
     assert certify(net, measure=False, progress=False).test["perron"] > honest * 1.05
     net = small(n=2)
     conv = net.f.paths["1to2"][0]

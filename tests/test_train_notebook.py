@@ -17,6 +17,8 @@ CALLS = {
     "good": (SMALL, None),
     "range": (["-p", "a", "7"], "a = 7: must be in (0, 1]"),
     "text": (["-p", "a", "abc"], "a = 'abc': must be a number in (0, 1]"),
+    "object": (["-y", "{record: {x: 1}}"], "record = {'x': 1}: not a parameter; must be one of model, "),
+    "import": (["-p", "RunConfig", "3"], "RunConfig = 3: not a parameter; must be one of model, "),
     "unknown": (["-p", "slope", "0.4"], "slope = 0.4: not a parameter; must be one of model, preset, "),
 }
 
