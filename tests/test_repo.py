@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from check_book import pages  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LESSONS = [path for path in NOTEBOOKS if re.match(r"(0[1-9]|1[013-68])_", path.name)]  # those with exercises
+LESSONS = [path for path in NOTEBOOKS if re.match(r"(0[1-9]|1[013-689])_", path.name)]  # those with exercises
 TOC = pages(yaml.safe_load((ROOT / "_toc.yml").read_text("utf8")))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
 
