@@ -1,9 +1,11 @@
 # Everything starts here: `make` lists the targets. Nothing has to be installed or activated beforehand.
 .DEFAULT_GOAL := help
-.PHONY: help setup book pdf test lint outputs address picture data bench reproduce student slides lab clean
+.PHONY: help setup book pdf test lint outputs address picture data bench reproduce student slides lab clean \
+  train shell portable
 
 PY := .venv/bin/python
 CORES ?= 2
+A ?= 0.4
 NB ?= $(wildcard notebooks/*.ipynb)
 
 # What belongs to the user's own environment must not change what is built here.
@@ -33,6 +35,9 @@ test: setup ## run the tests, then every notebook against its stored outputs
 	$(PY) -m pytest tests/
 	$(PY) -m pytest --nbval -p no:cacheprovider notebooks/
 
+portable: setup ## all tests and notebooks as on other machines: old processor, two threads (about 45 minutes)
+	@tools/machines.sh $(ON) $(if $(WHAT),-- $(WHAT))
+
 lint: setup ## check style and formatting of Python files and notebooks
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -45,6 +50,12 @@ address: setup ## after repository.url in _config.yml was changed: the notebooks
 
 picture: setup ## draw the README's picture again
 	$(PY) tools/picture.py
+
+train: setup ## train a small model on digits, half a minute (make train A=0.1 for another slope)
+	$(PY) -m lipmdeq train -p a $(A)
+
+shell: setup ## open a shell in which python, papermill and snakemake are those of .venv
+	@echo "Leave it with: exit" && PATH="$(CURDIR)/.venv/bin:$$PATH" VIRTUAL_ENV="$(CURDIR)/.venv" "$${SHELL:-/bin/sh}"
 
 data: setup ## fetch the larger data sets into data/ (the default one needs no download)
 	$(PY) -m lipmdeq.data

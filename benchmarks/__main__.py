@@ -31,7 +31,8 @@ from lipmdeq.batch import JACOBIAN_RATE, Batch
 from lipmdeq.implicit import JFB, Implicit, Phantom, Unrolled, deq
 from lipmdeq.layers import Conv
 from lipmdeq.model import build
-from lipmdeq.records import git_commit, machine, versions
+from lipmdeq.records import git_commit, machine, versions, write_json
+from lipmdeq.shell import Parser, guarded
 from lipmdeq.solvers import Anderson, Picard, SolverWarning
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -477,9 +478,7 @@ def show(result: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=list(BATCH), default="cpu")
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument(
@@ -529,10 +528,9 @@ def main() -> None:
     result |= {"versions": versions(), "machine": machine(torch.device("cpu")), "git_commit": git_commit()}
     show(result)
     out = Path(args.out or ROOT / "results" / "bench" / f"{args.preset}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(out, result)
     print(f"written to {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded("benchmarks", main))

@@ -19,14 +19,15 @@ import torch
 from benchmarks.__main__ import ROOT, Step, interleave
 from lipmdeq import data, records
 from lipmdeq.runconfig import RunConfig
+from lipmdeq.shell import Parser, guarded
 from lipmdeq.solvers import SolverWarning
 
 
 def row(folder: Path, x: torch.Tensor, y: torch.Tensor) -> tuple[Step, RunConfig]:
     """A training step of a finished run."""
-    checkpoint = folder / "checkpoint.ckpt"
-    cfg = RunConfig.from_mapping(records.load_checkpoint(checkpoint)["parameters"])
-    net = records.load_model(checkpoint)
+    record = records.read_record(folder / "record.json")
+    cfg = RunConfig.from_mapping(record["parameters"])
+    net = records.load_model(folder / "checkpoint.ckpt", record)
     net.stem.requires_grad_(cfg.train_stem)
     net.constrain()  # warm, as in the middle of a run
     return Step(net, net.solver, net.adjoint, cfg.jacobian_weight, x, y), cfg
@@ -74,9 +75,7 @@ def measure(runs: Path, table: str, rounds: int) -> tuple[dict, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "bench" / "trained.json")
@@ -103,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded("benchmarks.trained", main))

@@ -13,7 +13,7 @@ import math
 import sys
 from dataclasses import asdict, replace
 
-from .commands import add_certify, add_tables, add_train
+from .shell import Parser, guarded, say
 
 TOLERANCES = (1e-3, 1e-6)
 
@@ -37,32 +37,50 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def bound_report(spec) -> dict:
-    """Everything ``bound`` has to say about a `LipschitzSpec`, as plain numbers, lists and dicts."""
+def bound_report(spec, ablation: str | None = None) -> dict:
+    """Everything ``bound`` has to say about a `LipschitzSpec`, or one of its ablations, as plain numbers, lists and dicts."""
     from . import bounds
 
     modes = {"train": True, "test": False}
-    values = {mode: {r: spec.L(r, on) for r in bounds.READINGS} for mode, on in modes.items()}
-    D, cond = spec.D, spec.cond_D
-    fusion = {r: spec.operations().fusion_norm(r) for r in bounds.READINGS}
+    ops = {
+        mode: spec.operations(on) if ablation is None else spec.ablation(ablation, train=on)
+        for mode, on in modes.items()
+    }
+    values = {mode: {r: ops[mode].L(r) for r in bounds.READINGS} for mode in modes}
+    M = ops["train"].fusion_matrix()
+    D = bounds.perron(M)[1]
+    cond = float(D.max() / D.min())
+    fusion = {r: ops["train"].fusion_norm(r) for r in bounds.READINGS}
     return {
         **values["train"],
         "certified": values["train"]["perron"] < 1,
         "steps": bounds.steps(values["train"]["perron"], TOLERANCES[0]),
         "steps_l2": bounds.steps(values["train"]["perron"], TOLERANCES[0], cond),
         "parameters": asdict(spec),
+        "ablation": ablation,
         **values,
         "steps_to": {
             mode: {r: [bounds.steps(L, tol) for tol in TOLERANCES] for r, L in row.items()}
             for mode, row in values.items()
         },
         "tolerances": list(TOLERANCES),
-        "L_hat": {mode: spec.L_hat(on) for mode, on in modes.items()},
-        "L_bar": spec.L_bar,
+        "L_hat": {mode: ops[mode].L_hat for mode in modes},
+        "L_bar": ops["train"].L_bar,
         "fusion_norm": fusion,
-        "matrix": spec.fusion_matrix().tolist(),
+        "matrix": M.tolist(),
         "D": D.tolist(),
         "cond_D": cond,
+        **_search(spec, ablation, modes),
+    }
+
+
+def _search(spec, ablation: str | None, modes: dict[str, bool]) -> dict:
+    """Largest slopes and advice, found by search among the specs; an ablation is none of them, so it has neither."""
+    from . import bounds
+
+    if ablation is not None:
+        return {"largest_a": {mode: dict.fromkeys(bounds.READINGS) for mode in modes}, "advice": []}
+    return {
         "largest_a": {
             mode: {r: bounds.largest(spec, "a", 1.0, r, on) for r in bounds.READINGS}
             for mode, on in modes.items()
@@ -85,7 +103,8 @@ def _table(report: dict) -> str:
         "perron": "perron (weights D)",
     }
     lines = [
-        "  ".join(f"{key} = {q[key]:g}" for key in ("a", "c", "gamma", "alpha1", "alpha2", "n", "p")),
+        "  ".join(f"{key} = {q[key]:g}" for key in ("a", "c", "gamma", "alpha1", "alpha2", "n", "p"))
+        + (f"  ablation = {report['ablation']}" if report["ablation"] else ""),
         "",
     ]
     lines += [f"{'':36}{'train mode':^34}  {'test mode':^34}"]
@@ -106,7 +125,12 @@ def _table(report: dict) -> str:
     lines += [
         "",
         "L: Lipschitz constant of f. 1e-3, 1e-6: Picard steps until the relative residual is at most that.",
-        "a <: largest slope with L < 1, the rest unchanged, rounded down.",
+        "a <: "
+        + (
+            "is not searched for with --ablation."
+            if report["ablation"]
+            else "largest slope with L < 1, the rest unchanged, rounded down."
+        ),
         "",
         f"L = L_hat * |M| * L_bar: L_hat = {show(report['L_hat']['train'])} "
         f"(test mode {show(report['L_hat']['test'])}), L_bar = {show(report['L_bar'])},",
@@ -121,13 +145,11 @@ def _table(report: dict) -> str:
     if report["certified"]:
         lines.append(f"certified: L = {L:.6g} < 1, a contraction in train mode")
     else:
+        helps = (
+            "Each of these alone makes it a contraction:" if report["advice"] else "No single change helps."
+        )
         lines.append(
-            f"not certified: L = {L:.6g} >= 1 in train mode. "
-            + (
-                "Each of these alone makes it a contraction:"
-                if report["advice"]
-                else "No single change helps."
-            )
+            f"not certified: L = {L:.6g} >= 1 in train mode." + ("" if report["ablation"] else f" {helps}")
         )
         lines += [f"  {x['text']}" for x in report["advice"]]
     if q["gamma"] < 1 and q["post_affine"]:
@@ -156,6 +178,11 @@ def add_bound(commands) -> None:
     parser.add_argument(
         "--no-post-affine", action="store_true", help="post-fusion norm without gamma: L_bar = c*a"
     )
+    parser.add_argument(
+        "--ablation",
+        metavar="ROW",
+        help="undo a change of the paper's Table 2: S1, …, S7, S4-sum, S6-sum, S7-sum, MDEQ",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.set_defaults(run=run_bound, fields=[flag.lstrip("-") for flag in options])
 
@@ -166,24 +193,37 @@ def run_bound(args: argparse.Namespace) -> int:
 
     given = {name: getattr(args, name) for name in args.fields if hasattr(args, name)}
     spec = replace(LipschitzSpec(**given), post_affine=not args.no_post_affine)
-    report = bound_report(spec)
+    report = bound_report(spec, args.ablation)
     print(json.dumps(_finite(report), indent=2, allow_nan=False) if args.json else _table(report))
     return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
-    parser = argparse.ArgumentParser(prog="python -m lipmdeq", description="Lipschitz multiscale DEQ")
+    # imported here, where an interrupt is one sentence already
+    from .commands import add_certify, add_depth, add_seal, add_tables, add_train
+
+    parser = Parser(prog="python -m lipmdeq", description="Lipschitz multiscale DEQ")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (add_bound, add_train, add_certify, add_tables):
+    for add in (add_bound, add_train, add_certify, add_depth, add_tables, add_seal):
         add(commands)
     return parser
 
 
 def _join_negatives(argv: list[str]) -> list[str]:
-    """Write ``-a -1e5`` as ``-a=-1e5``, which argparse would take for two options."""
+    """Write ``-a -1e5`` as ``-a=-1e5``, which argparse would take for two options.
+
+    The two words after ``-p`` of ``train`` may be anything; a space before a "-" tells argparse that it is no option.
+    """
     joined: list[str] = []
+    plain = 0  # words that are taken as they are
     for word in argv:
+        if plain:
+            plain -= 1
+            joined.append(f" {word}" if word.startswith("-") else word)
+            continue
+        if argv[0] == "train" and (word == "-p" or len(word) > 2 and "--parameter".startswith(word)):
+            plain = 2
         negative = word.startswith("-") and not isinstance(_number(word), str)
         if negative and joined and joined[-1].startswith("-") and "=" not in joined[-1]:
             joined[-1] += f"={word}"
@@ -194,13 +234,16 @@ def _join_negatives(argv: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; 0 if it went well, 1 with one sentence on stderr for bad input."""
+    from .runconfig import OneSentence
+
     args = build_parser().parse_args(_join_negatives(sys.argv[1:] if argv is None else argv))
     try:
         return args.run(args)
-    except ValueError as error:
-        print(f"lipmdeq {args.command}: {error}", file=sys.stderr)
+    except (OneSentence, ValueError) as error:
+        say(f"lipmdeq {args.command}: {error}")
         return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    sys.exit(guarded(f"lipmdeq {command}".strip(), main))

@@ -35,6 +35,7 @@ class Layout:
         ]
         self.sizes = [t[0].numel() for t in branches]
         self.dtype, self.device = dtype or work_dtype(*self.dtypes), branches[0].device
+        self.rounds = any(d != self.dtype for d in self.dtypes)  # branches hold less than the work dtype
 
     def empty(self, *lead: int) -> Tensor:
         return torch.empty((*lead, self.b, sum(self.sizes)), dtype=self.dtype, device=self.device)
@@ -102,6 +103,16 @@ def combine(coef: Tensor, stack: Tensor) -> Tensor:
 
 def to_host(t: Tensor) -> np.ndarray:
     return t.cpu().numpy().astype(np.float64)
+
+
+def norms(x: Tensor) -> np.ndarray:
+    """Norms over the last dimension, in double precision on the host; also where squares vanish."""
+    found = to_host(torch.linalg.vector_norm(x, dim=-1))
+    low = found < (1e-15 if x.dtype == torch.float32 else 1e-150)
+    if not low.any() or not x.shape[-1]:
+        return found
+    top = x.abs().amax(-1).clamp_min(torch.finfo(x.dtype).tiny)
+    return np.where(low, to_host(top) * to_host(torch.linalg.vector_norm(x / top[..., None], dim=-1)), found)
 
 
 class Safeguard:
@@ -221,8 +232,14 @@ class _FlatStep:
         room = self.room()
         self.branches, (self.fz, self.g) = fz, room
         torch.sub(self.layout.pack(fz, self.fz), self.z, out=self.g)
-        size, r = to_host(torch.linalg.vector_norm(room, dim=2))
+        size, r = norms(room)
         return r, size
+
+    def branches_of(self, z: Tensor) -> list[Tensor]:
+        """Branches of the next point z (B, D), which is kept as f sees it: rounded where branches hold less."""
+        out = self.layout.unpack(z)
+        self.z = self.layout.pack(out, z) if self.layout.rounds else z
+        return out
 
     def moved(self, z: list[Tensor]) -> None:
         self.z = self.layout.pack(z, self.layout.empty())
@@ -250,8 +267,7 @@ class PicardStep(_FlatStep):
         if self.damping == 1:
             self.z = self.fz
             return self.branches
-        self.z = torch.lerp(self.z, self.fz, self.damping)
-        return self.layout.unpack(self.z)
+        return self.branches_of(torch.lerp(self.z, self.fz, self.damping))
 
     def guess(self) -> np.ndarray:
         return self.r * np.minimum(self.r / self.before, 1)
@@ -266,8 +282,11 @@ class _SafeStep(_FlatStep):
 
     def propose(self, r: np.ndarray, size: np.ndarray, active: np.ndarray) -> list[Tensor]:
         accept, accelerate = self.guard.update(r, size, self.target(size))
-        self.z = self.step(accept, accelerate & active, active)
-        return self.branches if self.z is self.fz else self.layout.unpack(self.z)
+        z = self.step(accept, accelerate & active, active)
+        if z is self.fz:
+            self.z = z
+            return self.branches
+        return self.branches_of(z)
 
     def guess(self) -> np.ndarray:
         return self.guard.guess()
@@ -356,7 +375,8 @@ class BroydenStep(_SafeStep):
         v = combine(dots(us, s), vs).sub_(s) if n else -s
         hy = combine(dots(vs, y), us).sub_(y) if n else -y
         vy, ss = (v * y).sum(1, keepdim=True), (s * s).sum(1, keepdim=True)
-        inverse = torch.where(vy.abs() > 1e-6 * ss, 1 / vy, 0)  # a step that tells nothing changes nothing
+        tells = (vy.abs() > 1e-6 * ss) & (vy.abs() > torch.finfo(vy.dtype).tiny)  # 1 / vy is a number
+        inverse = torch.where(tells, 1 / vy, 0)  # a step that tells nothing changes nothing
         torch.mul(s.sub_(hy), inverse, out=self.uv[n, 0])
         self.uv[n, 1].copy_(v)
         self.n = n + 1

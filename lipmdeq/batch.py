@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipmdeq.implicit import JFB, Implicit, Phantom, deq, jacobian_regularisation
+from lipmdeq.implicit import JFB, Implicit, Phantom, Unrolled, jacobian_regularisation
 from lipmdeq.parallel import World
 from lipmdeq.runconfig import RunConfig
 from lipmdeq.solvers import Anderson, Broyden, Picard, Solution
@@ -44,6 +44,8 @@ def make_adjoint(cfg: RunConfig, tol: float | None = None):
     """The gradient rule of a run."""
     if cfg.method == "implicit":
         return Implicit(make_solver(cfg, cfg.max_backward, tol))
+    if cfg.method == "unrolled":
+        return Unrolled(cfg.steps)
     return JFB() if cfg.method == "jfb" else Phantom(cfg.phantom_steps, cfg.phantom_damping)
 
 
@@ -53,8 +55,11 @@ def stream(purpose: int, seed: int, *place: int) -> int:
 
 
 def learning_rate(cfg: RunConfig, step: int, total: int) -> float:
-    """Cosine from lr at the first step to 1e-6 at the end."""
-    return LAST_LR + (cfg.lr - LAST_LR) * (1 + math.cos(math.pi * step / total)) / 2
+    """A straight line up to lr over the share ``warmup`` of the steps, then a cosine from lr to 1e-6 at the end."""
+    warm = int(cfg.warmup * total)
+    if step < warm:
+        return cfg.lr * (step + 1) / warm
+    return LAST_LR + (cfg.lr - LAST_LR) * (1 + math.cos(math.pi * (step - warm) / (total - warm))) / 2
 
 
 def jacobian_weight(cfg: RunConfig, epoch: int, step: int) -> float:
@@ -65,36 +70,23 @@ def jacobian_weight(cfg: RunConfig, epoch: int, step: int) -> float:
     return cfg.jacobian_weight if chosen else 0.0
 
 
-def equilibrium(m: nn.Module, x: Tensor, autocast: Autocast = nullcontext, pair: bool = False):
-    """(z*, Solution) of images x (B, C, H, W). Stem and f are evaluated under autocast; states stay in single precision."""
-    with autocast():
-        u = m.stem(x.contiguous(memory_format=torch.channels_last))
-    masks = m.f.masks(u)
-    wide = torch.promote_types(u.dtype, torch.float32)
-
-    def f(z: list[Tensor]) -> list[Tensor]:
-        with autocast():
-            return [t.to(wide) for t in m.f(z, u, masks)]
-
-    inputs = [u, *m.f.parameters()]
-    return deq(f, m.z0(u.to(wide)), solver=m.solver, adjoint=m.adjoint, inputs=inputs, pair=pair)
-
-
 class Batch(nn.Module):
     """Loss of one batch: what DistributedDataParallel wraps, so that its gradients are averaged."""
 
-    def __init__(self, model: nn.Module, autocast: Autocast = nullcontext):
+    def __init__(self, model: nn.Module, autocast: Autocast = nullcontext, smoothing: float = 0.0):
         super().__init__()
-        self.model, self.autocast = model, autocast
+        self.model, self.autocast, self.smoothing = model, autocast, smoothing
 
     def forward(self, x: Tensor, y: Tensor, jacobian: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Solution]:
         """(loss, cross-entropy, logits, Solution) for images x (B, C, H, W) and labels y (B,)."""
-        z, solution = equilibrium(self.model, x, self.autocast, pair=jacobian > 0)
+        z, solution = self.model.equilibrium(x, autocast=self.autocast, pair=jacobian > 0)
         with self.autocast():
             logits = self.model.head(z)
             ce = loss = F.cross_entropy(logits, y)
+            if self.smoothing:
+                loss = F.cross_entropy(logits, y, label_smoothing=self.smoothing)
         if jacobian:
-            loss = ce + jacobian * jacobian_regularisation(*solution.pair, samples=JACOBIAN_VECTORS)
+            loss = loss + jacobian * jacobian_regularisation(*solution.pair, samples=JACOBIAN_VECTORS)
             solution.pair = None  # frees the graph with the loss
         return loss, ce.detach(), logits.detach(), solution
 
@@ -122,6 +114,7 @@ class Sums:
     not_converged_backward: int = 0
     worst_residual_forward: float = 0.0
     worst_residual_backward: float = 0.0
+    worst_over_c: float = 0.0  # the largest bound on a norm over c that a proof found
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLOCKS, 0.0))
 
     def add(self, loss: Tensor, logits: Tensor, y: Tensor, solution: Solution) -> None:

@@ -101,17 +101,18 @@ class ResidualBlock(nn.Module):
         return bounds.lip_compose(mix, self.act.lipschitz(leaf, train), self.norm3.lipschitz(leaf, train))
 
 
-def floored(v: Tensor, floor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """max(0, v − floor) as (w, left), equal to w − left: floor and left (B, C) or None for zero.
+def floored(v: Tensor, floor: Tensor | None, own: bool = True) -> tuple[Tensor, Tensor | None]:
+    """max(0, v − floor) as (w, left), equal to w − left: floor and left (B, C) or None for zero. In a solve over v if it
+    is ours.
 
     In a solve max(0, v − t) = max(v, t) − t, and − t joins what follows, which saves a pass. Under autograd it would cost
     more than it saves: the gradient of a maximum of two tensors takes five passes, that of ReLU one.
     """
     if floor is None:
-        return (v.relu() if _into(v) is None else v.relu_()), None
+        return (v.relu() if _into(v, own) is None else v.relu_()), None
     if _into(v) is None:
         return (v - _per_channel(floor)).relu_(), None
-    return torch.maximum(v, _per_channel(floor), out=v), floor
+    return torch.maximum(v, _per_channel(floor), out=_into(v, own)), floor
 
 
 def shifted_norm(y: Tensor, floor: Tensor | None, norm: MGN, k: float) -> Tensor:
@@ -134,13 +135,13 @@ class PostFusion(nn.Module):
         super().__init__()
         self.act, self.pair = SReLU(a), pair
 
-    def forward(self, z: Tensor, floor: Tensor | None = None, k: float = 1.0) -> Tensor:
-        """norm(conv(SReLU(k·(z − floor)))), k > 0; z may be overwritten."""
+    def forward(self, z: Tensor, floor: Tensor | None = None, k: float = 1.0, own: bool = False) -> Tensor:
+        """norm(conv(SReLU(k·(z − floor)))), k > 0; own: z may be overwritten."""
         k = k * self.act.a
         conv, norm = self.pair
         if not isinstance(norm, MGN):
             return normed(norm, conv(z.relu() if floor is None else (z - _per_channel(floor)).relu_()), k)
-        z, left = floored(z, floor)
+        z, left = floored(z, floor, own)
         if left is not None:  # a 1x1 convolution sends channel shifts to channel shifts
             left = left @ conv.kernel()[:, :, 0, 0].mT
         return shifted_norm(conv(z), left, norm, k)
@@ -183,8 +184,8 @@ class Fusion(nn.Module):
             {_key(i, j): m for i, row in enumerate(paths) for j, m in enumerate(row) if m is not None}
         )
 
-    def forward(self, z: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None], float]:
-        """In a solve the result may lie over z[0]."""
+    def forward(self, z: list[Tensor], own: bool = False) -> tuple[list[Tensor], list[Tensor | None], float]:
+        """(z, floor, κ) of the class's description; own: z may be overwritten (with one branch the result is z itself)."""
         kappa, r = (1.0, 1.0) if self.alpha is None else (1 - self.alpha, self.alpha / (1 - self.alpha))
         out, floors = [None] * self.n, [None] * self.n
         for i in reversed(range(self.n)):  # branch 1, the largest, last: nobody needs it any more
@@ -199,7 +200,7 @@ class Fusion(nn.Module):
                 y = normed(norm, conv(z[j]))
                 low = y if low is None else add_up2(y, low, weights[j + 1] / weights[j])
             if low is not None:
-                acc = add_up2(acc, low, r * weights[i + 1])
+                acc = add_up2(acc, low, r * weights[i + 1], own or i > 0)
             out[i], floors[i] = acc, floor
         return out, floors, kappa
 
@@ -216,8 +217,8 @@ class Fusion(nn.Module):
 
 
 class FixedPointMap(nn.Module):
-    """f_θ(z; x) = post-fusion(fusion(residual(z))) on the list of branches; u is the injected input, only in
-    branch 1.
+    """f_θ(z; x) = post-fusion(fusion(residual(z))) on the list of branches; u is the injected input: that of branch 1, or a
+    list with one for each branch (None: nothing enters there).
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -270,13 +271,25 @@ class FixedPointMap(nn.Module):
         """Dropout masks for one forward pass, to be held through both solves; None where dropout is off."""
         return [block.drop.draw(like.shape[0], block.norm2.channels, like) for block in self.residual]
 
+    def hold(self, u: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What stays the same through both solves of a batch: the masks."""
+        return self.masks(u[0])
+
     def forward(
-        self, z: Sequence[Tensor], u: Tensor, masks: Sequence[Tensor | None] | None = None
+        self,
+        z: Sequence[Tensor],
+        u: Tensor | Sequence[Tensor | None],
+        masks: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor]:
         masks = masks or [None] * self.n
-        z = [block(z[i], u if i == 0 else None, masks[i]) for i, block in enumerate(self.residual)]
-        z, floors, k = self.fusion(z)
-        return [post(z[i], floors[i], k) for i, post in enumerate(self.post)]
+        u = [u] + [None] * (self.n - 1) if isinstance(u, Tensor) else u
+        z = [block(z[i], u[i], masks[i]) for i, block in enumerate(self.residual)]
+        z, floors, k = self.fusion(z, own=True)  # the residual blocks made them
+        return [post(z[i], floors[i], k, own=True) for i, post in enumerate(self.post)]
+
+    def hidden(self, z: Sequence[Tensor], u: Sequence[Tensor | None]) -> list[Tensor]:
+        """Which hidden units of the residual blocks are on at z: booleans (B, E·C_i, H_i, W_i)."""
+        return [normed(b.norm1, b.conv1(zi)) > 0 for b, zi in zip(self.residual, z, strict=True)]
 
     def matrix(self, leaf: Leaf = _no_answer, train: bool = True) -> np.ndarray:
         """Comparison matrix N_ij = L̄_i·M_ij·L̂_j: ‖f(z)_i − f(z')_i‖ ≤ Σ_j N_ij ‖z_j − z'_j‖."""
@@ -286,21 +299,29 @@ class FixedPointMap(nn.Module):
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True, reading: str = "perron") -> float:
         """L from the module tree: the "frobenius", "spectral" or "perron" reading of the comparison matrix."""
-        readings = {
-            "frobenius": bounds.frobenius,
-            "spectral": bounds.spectral,
-            "perron": lambda m: bounds.perron(m)[0],
-        }
-        if reading not in readings:
-            raise ValueError(f"reading = {reading!r}: must be one of {', '.join(readings)}")
-        matrix = self.matrix(leaf, train)
-        return readings[reading](matrix) if np.isfinite(matrix).all() else float("inf")
+        return read(self.matrix(leaf, train), reading)
 
-    def constrain(self) -> None:
-        """‖W‖₂ ≤ c and |γ| ≤ γ̄ wherever the configuration asks for it."""
+    def constrain(self, prove: bool = True) -> float:
+        """‖W‖₂ ≤ c and |γ| ≤ γ̄ wherever the configuration asks for it; arguments as in :meth:`lipmdeq.model.MDEQ.constrain`."""
+        worst = 0.0
         for module in self.modules():
-            if isinstance(module, Conv | GN | MGN):
+            if isinstance(module, Conv):
+                worst = max(worst, module.constrain(prove))
+            elif isinstance(module, GN | MGN):
                 module.constrain()
+        return worst
+
+
+def read(matrix: np.ndarray, reading: str) -> float:
+    """L from a comparison matrix: the "frobenius", "spectral" or "perron" reading."""
+    readings = {
+        "frobenius": bounds.frobenius,
+        "spectral": bounds.spectral,
+        "perron": lambda m: bounds.perron(m)[0],
+    }
+    if reading not in readings:
+        raise ValueError(f"reading = {reading!r}: must be one of {', '.join(readings)}")
+    return readings[reading](matrix) if np.isfinite(matrix).all() else float("inf")
 
 
 def fusion_weights(kind: str, n: int) -> np.ndarray:

@@ -20,6 +20,7 @@ import json
 import math
 import time
 from dataclasses import asdict, dataclass
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +32,12 @@ from lipmdeq import bounds
 from lipmdeq.blocks import FixedPointMap, Fusion, PostFusion, ResidualBlock
 from lipmdeq.layers import GN, MGN, Chain, Conv, ConvNorm, DownPath, SReLU, Up, UpPath, VariationalDropout
 from lipmdeq.norms import Norm, conv_norm
+from lipmdeq.potential import Potential, PotentialMap, UnitConv
 from lipmdeq.solvers import Anderson
 
 KNOWN = (
     FixedPointMap, ResidualBlock, Fusion, PostFusion, DownPath, UpPath, Chain, ConvNorm, Conv, GN, MGN, SReLU, Up,
-    VariationalDropout, nn.ModuleList, nn.ModuleDict,
+    VariationalDropout, PotentialMap, Potential, UnitConv, nn.ModuleList, nn.ModuleDict,
 )  # fmt: skip
 
 
@@ -47,6 +49,19 @@ def fingerprint(module: nn.Module) -> str:
     for name, value in sorted(module.state_dict().items()):
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def constants_hash(f: nn.Module) -> str:
+    """sha256 over kind and plain attributes of all modules: slopes, rates, weights of mixes, scales, strides, map sizes,
+    limits, that is, all that enters L beside the weights.
+    """
+    digest = hashlib.sha256()
+    for name, module in f.named_modules():
+        kept = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+        kept["eps"] = getattr(module, "eps", None)
+        plain = {k: float(v) if isinstance(v, Real) else v for k, v in kept.items()}
+        digest.update(repr((name, type(module).__name__, sorted(plain.items()))).encode())
     return digest.hexdigest()
 
 
@@ -90,16 +105,24 @@ def live_constants(
     constants: dict[nn.Module, float] = {}
     rows: list[dict] = []
     names = {m: n for n, m in f.named_modules()}
-    work = [m for m in f.modules() if isinstance(m, Conv | GN | MGN | ConvNorm)]
+    work = [m for m in f.modules() if isinstance(m, Conv | UnitConv | Potential | GN | MGN | ConvNorm)]
     for m in tqdm(work, desc="certificate", unit="layer", disable=None if progress else True, leave=False):
         c = None
-        if isinstance(m, Conv):
-            norm = conv_norm(m.kernel().detach(), sizes[m], stride=m.stride, padding=m.padding)
-            c = m.c
+        if isinstance(m, Conv | UnitConv | Potential):
+            try:
+                norm = conv_norm(m.kernel().detach(), sizes[m], stride=m.stride, padding=m.padding)
+            except ValueError as e:
+                raise ValueError(f"layer f.{names[m]}: cannot be bounded; {e}") from None
+            c = m.c if isinstance(m, Conv) else 1.0
+            if isinstance(m, Potential):  # ‖A‖² ≤ s gives max(1, 2s − 1), whoever made A
+                how = f"‖A‖ ≤ {norm.value:.4f}: {norm.method}"
+                norm = Norm(max(1.0, 2 * norm.value**2 - 1), norm.kind, how)
         elif isinstance(m, ConvNorm):
             if m.conv.weight.shape[-1] != 1 or not isinstance(m.norm, MGN):
                 continue
             norm = mixed_1x1_norm(m.conv, m.norm)
+            if not math.isfinite(norm.value):
+                continue  # overflow: the product of both constants stands
         else:
             value = (
                 bounds.lip_gn(m.max_scale(), m.eps) if isinstance(m, GN) else bounds.lip_mgn(m.max_scale())
@@ -120,9 +143,17 @@ def live_constants(
     return constants, rows
 
 
-def conv_sizes(f: FixedPointMap, scale: float) -> dict[Conv, tuple[int, int]]:
-    """Input map of every convolution when the image is ``scale`` times as large as the configuration says."""
-    return {m: tuple(int(s * scale) for s in m.size) for m in f.modules() if isinstance(m, Conv)}
+def conv_sizes(f: FixedPointMap, image_size: int, configured: int) -> dict[Conv, tuple[int, int]]:
+    """Input map of every convolution for images of another size than that of the configuration, in whole numbers."""
+    sizes = {}
+    for name, m in f.named_modules():
+        if isinstance(m, Conv | UnitConv | Potential):
+            if any(s * image_size % configured for s in m.size):
+                raise ValueError(
+                    f"image_size = {image_size}: layer f.{name}, {m.size} at {configured}, has no whole size"
+                )
+            sizes[m] = tuple(s * image_size // configured for s in m.size)
+    return sizes
 
 
 def readings(matrix: np.ndarray, tol: float) -> dict:
@@ -212,7 +243,7 @@ def _scaled(x: list[Tensor], s: Tensor) -> list[Tensor]:
 @dataclass(frozen=True)
 class Certificate:
     """What was proved (``test``, ``train``: constants of the comparison matrix) and what was measured.
-    ``layers`` has a row each.
+    ``layers`` has a row each. ``constants`` is None in records that were written without it.
     """
 
     image_size: int
@@ -227,6 +258,8 @@ class Certificate:
     layers: list[dict]
     fingerprint: str
     seconds: float
+    constants: str | None = None
+    measured_on: str = "noise"  # or "images": what the measured rows were measured on
 
     @property
     def certified(self) -> bool:
@@ -239,8 +272,11 @@ class Certificate:
         return self.test["spectral"] / self.measured_norm if self.measured_norm else None
 
     def matches(self, model: nn.Module) -> bool:
-        """False as soon as a weight of f differs from those that were certified."""
-        return fingerprint(model.f) == self.fingerprint
+        """False as soon as a weight of f, or a constant beside the weights (a, p, α1, α2, a weight of the fusion, …), differs
+        from those that were certified.
+        """
+        same = self.constants is None or self.constants == constants_hash(model.f)
+        return same and fingerprint(model.f) == self.fingerprint
 
     def to_dict(self) -> dict:
         return {**asdict(self), "certified": self.certified, "slack": self.slack}
@@ -262,7 +298,7 @@ class Certificate:
             )
         if self.measured_norm is not None:
             rows += [
-                ("‖J‖₂ measured", f"{self.measured_norm:.4g}", "lower bound"),
+                (f"‖J‖₂ measured ({self.measured_on})", f"{self.measured_norm:.4g}", "lower bound"),
                 ("‖D J D⁻¹‖₂ measured", f"{self.measured_norm_D:.4g}", "lower bound"),
                 ("spectral radius at z*", f"{self.spectral_radius:.4g}", "estimate"),
                 (f"evaluations of f to {self.tolerance:g}", str(self.observed_steps), "observed"),
@@ -336,7 +372,7 @@ def certify(
     Args:
         model: an :class:`lipmdeq.model.MDEQ`. image_size: side of the images (default: that of the
         configuration); the norms are those of the maps it gives. x: images (B, C, H, W) for the measurement;
-        default two of standard normal noise. tol: relative residual for the step counts. measure: also
+        give real ones, the default is two of standard normal noise. tol: relative residual for the step counts. measure: also
         measure ‖J‖₂ at z* and at ``random_points`` other points.
 
     Raises:
@@ -344,12 +380,11 @@ def certify(
     """
     start = time.perf_counter()
     cfg, f = model.cfg, model.f
-    image_size = image_size or cfg.image_size
-    step = cfg.stem_stride**2 * 2 ** (cfg.n - 1)
-    if image_size < 1 or image_size % step:
-        raise ValueError(f"image_size = {image_size}: must be a multiple of {step}")
+    image_size = cfg.image_size if image_size is None else image_size
+    if image_size < 1 or image_size % cfg.step:
+        raise ValueError(f"image_size = {image_size}: must be a multiple of {cfg.step}")
     refuse_unknown(f)
-    constants, rows = live_constants(f, conv_sizes(f, image_size / cfg.image_size), progress)
+    constants, rows = live_constants(f, conv_sizes(f, image_size, cfg.image_size), progress)
     proved = {
         mode: readings(f.matrix(constants.get, train=mode == "train"), tol) for mode in ("test", "train")
     }
@@ -370,6 +405,8 @@ def certify(
         layers=rows,
         fingerprint=fingerprint(f),
         seconds=time.perf_counter() - start,
+        constants=constants_hash(f),
+        measured_on="noise" if x is None else "images",
     )
 
 
@@ -388,10 +425,9 @@ def _measure(
     x = x.to(ref.device, ref.dtype)
     try:
         with torch.no_grad():
-            u = model.stem(x.contiguous(memory_format=torch.channels_last))
-            z0 = model.z0(u)
-            picard = Picard(tol=tol, max_iter=200).solve(lambda z: model.f(z, u), z0)
-            star = Anderson(tol=1e-5, max_iter=100).solve(lambda z: model.f(z, u), z0).z
+            f, z0, _ = model.problem(x)
+            picard = Picard(tol=tol, max_iter=200).solve(f, z0)
+            star = Anderson(tol=1e-5, max_iter=100).solve(f, z0).z
         scale = [float(t.std()) + 1e-12 for t in star]
         places = [("z*", star)] + [
             (f"random {k + 1}", [s * r for s, r in zip(scale, _random_like(star, gen), strict=True)])
@@ -401,9 +437,9 @@ def _measure(
         for at, z in tqdm(
             places, desc="measuring", unit="point", disable=None if progress else True, leave=False
         ):
-            plain = JacobianProbe(lambda z: model.f(z, u), z)
+            plain = JacobianProbe(f, z)
             row = dict(at=at, norm=float(plain.norm(power_steps, gen).max()))
-            weighted = JacobianProbe(lambda z: model.f(z, u), z, d)
+            weighted = JacobianProbe(f, z, d)
             row["norm_D"] = float(weighted.norm(power_steps, gen).max())
             row["spectral_radius"] = float(plain.spectral_radius(generator=gen).max())
             points.append(row)

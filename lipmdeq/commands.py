@@ -1,12 +1,18 @@
-"""The shell commands that need torch: ``train``, ``certify``, ``tables``. Parsers are light, torch is imported when they run."""
+"""The shell commands that need torch: ``train``, ``certify``, ``depth``, ``tables``.
+
+Parsers are light, torch is imported when they run.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 
-from lipmdeq.runconfig import OneSentence, RunConfig
+from lipmdeq.constants import check_whole
+from lipmdeq.runconfig import OneSentence, RunConfig, RunError
+from lipmdeq.shell import INTERRUPTED, say
+
+LARGEST_IMAGE = 1024  # norms of larger maps would take hours
 
 
 def parse_value(text: str) -> object:
@@ -50,15 +56,24 @@ def add_train(commands) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     """Train; the last line says what came out."""
-    changes = {name: parse_value(value) for name, value in args.parameter}
+    changes = {name.strip(): parse_value(value.removeprefix(" ")) for name, value in args.parameter}
     cfg = RunConfig.from_yaml(args.file, **changes) if args.file else RunConfig.from_mapping(changes)
     from lipmdeq.training import train
 
     try:
         record = train(cfg, log=None if args.quiet else lambda line: print(line, flush=True))
-    except OneSentence as e:
-        print(f"lipmdeq train: {e}", file=sys.stderr)
-        return 1
+    except KeyboardInterrupt:
+        kept = (
+            f"{cfg.out} keeps the last checkpoint, the same command goes on there"
+            if cfg.out
+            else "nothing is kept"
+        )
+        say(f"lipmdeq train: interrupted; {kept}")
+        return INTERRUPTED
+    except RuntimeError as e:
+        if isinstance(e, OneSentence) or "by peer" not in str(e):
+            raise
+        raise RunError("another process of this run ended before this one") from None
     r = record["result"]
     print(f"{r['split']} accuracy {r['accuracy']:.2%}; {record['guarantee']}")
     return 0
@@ -69,7 +84,7 @@ def add_certify(commands) -> None:
     parser = commands.add_parser("certify", help="prove the Lipschitz constant of a trained model")
     parser.add_argument("checkpoint", help="checkpoint.ckpt of a run, or a .ckpt file of results/")
     parser.add_argument(
-        "--image-size", type=int, metavar="S", help="side of the images (default: as trained)"
+        "--image-size", type=parse_value, metavar="S", help="side of the images (default: as trained)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.set_defaults(run=run_certify)
@@ -78,17 +93,71 @@ def add_certify(commands) -> None:
 def run_certify(args: argparse.Namespace) -> int:
     """Print the certificate of a checkpoint."""
     from lipmdeq.certificate import certify, jsonable
-    from lipmdeq.records import load_model
+    from lipmdeq.records import load_checkpoint, load_model
+    from lipmdeq.training import test_images
 
-    try:
-        certificate = certify(load_model(args.checkpoint), args.image_size, progress=not args.json)
-    except OneSentence as e:
-        print(f"lipmdeq certify: {e}", file=sys.stderr)
-        return 1
+    size, x = args.image_size, None
+    if size is not None:
+        size = check_whole("image_size", size, 1, LARGEST_IMAGE)
+    model = load_model(args.checkpoint)
+    if size is None:
+        try:  # measured on test images where the data set is here, else on noise, and the table says which
+            x, _ = test_images(RunConfig.from_mapping(load_checkpoint(args.checkpoint)["parameters"]), 8)
+        except OneSentence:
+            x = None
+    certificate = certify(model, size, x=x, progress=not args.json)
     if args.json:
         print(json.dumps(jsonable(certificate.to_dict()), indent=1, allow_nan=False))
     else:
         print(certificate)
+    return 0
+
+
+def add_seal(commands) -> None:
+    """``seal``: the checksum of records that have none."""
+    parser = commands.add_parser(
+        "seal", help="add the checksum to records that were made before there was one"
+    )
+    parser.add_argument("files", nargs="+", metavar="record.json", help="JSON files without a field sha256")
+    parser.set_defaults(run=run_seal)
+
+
+def run_seal(args: argparse.Namespace) -> int:
+    """Seal each file; one that has a seal is checked."""
+    from lipmdeq.records import seal_file
+
+    for path in args.files:
+        seal_file(path)
+    print(f"{len(args.files)} sealed")
+    return 0
+
+
+def add_depth(commands) -> None:
+    """``depth``: what the iteration of a trained model is worth."""
+    parser = commands.add_parser(
+        "depth", help="measure on test images whether a trained model uses its equilibrium"
+    )
+    parser.add_argument("checkpoint", help="checkpoint.ckpt of a run, or a .ckpt file of results/")
+    parser.add_argument(
+        "--images", type=parse_value, default=2000, metavar="N", help="number of test images (default: 2000)"
+    )
+    parser.add_argument("--data-root", default="data", metavar="folder", help="folder of the data sets")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.set_defaults(run=run_depth)
+
+
+def run_depth(args: argparse.Namespace) -> int:
+    """Print the depth report of a checkpoint on the test images of its data set."""
+    from lipmdeq.certificate import jsonable
+    from lipmdeq.depth import depth
+    from lipmdeq.records import load_checkpoint, load_model
+    from lipmdeq.training import test_images
+
+    images = check_whole("images", args.images, 1, 10**9)
+    model = load_model(args.checkpoint)
+    cfg = RunConfig.from_mapping(load_checkpoint(args.checkpoint)["parameters"])
+    report = depth(model, *test_images(cfg.changed(data_root=args.data_root), images))
+    print(json.dumps(jsonable(report.to_dict()), indent=1, allow_nan=False) if args.json else report)
     return 0
 
 
@@ -109,10 +178,6 @@ def run_tables(args: argparse.Namespace) -> int:
     from lipmdeq.tables import TABLES
 
     names = args.tables.split(",") if args.tables else TABLES
-    try:
-        written = write(args.protocol, out=args.out, names=names)
-    except (OneSentence, OSError) as e:
-        print(f"lipmdeq tables: {e}", file=sys.stderr)
-        return 1
+    written = write(args.protocol, out=args.out, names=names)
     print(f"{len(written)} files in {written[0].parent}")
     return 0

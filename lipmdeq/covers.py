@@ -22,6 +22,7 @@ on a torus, numbers of pairs of positions on an exact axis.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -160,10 +161,18 @@ class Kernel:
         self.taps = self.rows * len(axes[1].taps)
         w = kept_taps(weight.detach(), axes)
         self.norm = float(torch.linalg.vector_norm(w, dtype=torch.double))  # ‖W‖_F
+        if self.norm < 1e-140 and w.numel():  # squares vanish
+            self.norm = math.sqrt(w.numel()) * float(w.abs().max())
         # Squares must be far from the limits of single precision.
         single = fast and 1e-12 < self.norm < 1e12 and _plain_single(w)
         self.w = (w if single else w.double()).reshape(groups, self.cout, self.cin, self.taps)
         self._products: dict[str, Tensor] = {}
+
+    def wide(self) -> Kernel:
+        """The same kernel with everything in double precision."""
+        other = copy.copy(self)
+        other.w, other._products = self.w.double(), {}
+        return other
 
     def dtype(self, cover: Cover) -> torch.dtype:
         """Precision of the Gram matrices of a cover."""
@@ -195,12 +204,12 @@ class Kernel:
         error of a modest multiple of n·u·‖Ĝ‖. We take 8n(n + 2)u for both, with room for complex numbers.
         Forming Ĝ: inner products of m and of T² terms give |Ĝ − G| ≤ (γ_m + γ_{T²} + few u)·Σ|A||W_t|ᵀ|W_u|, twice for
         real and imaginary parts. The norm of that sum is at most (Σ_t‖W_t‖_F)² ≤ T‖W‖_F², and with two exact axes also
-        at most ‖T‖_F² ≤ (uses of a tap)·‖W‖_F².
+        at most ‖T‖_F² ≤ (uses of a tap)·‖W‖_F². The last term is for products of doubles that vanish.
         """
         n = order or cover.order(self.cin, self.cout)
         first, later = (torch.finfo(d).eps / 2 for d in (self.w.dtype, self.dtype(cover)))
         forming = (max(self.cin, self.cout) + 2) * first + (self.taps**2 + 32) * later
-        return 8 * n * (n + 2) * later, 2.1 * forming * min(self.taps, cover.uses) * self.norm**2
+        return 8 * n * (n + 2) * later, 2.1 * forming * min(self.taps, cover.uses) * self.norm**2 + 1e-290
 
     def grams(self, cover: Cover) -> Iterator[Tensor]:
         """Gram matrices of the cover, in batches (B, n, n), Hermitian."""
@@ -243,14 +252,33 @@ def proves(kernel: Kernel, cover: Cover, c: float) -> bool:
     return all(below(g, level) for g in kernel.grams(cover))
 
 
+def top_eigenvalue(gram: Tensor) -> float:
+    """Largest eigenvalue in the batch; nan where the library gives none, or a wrong one.
+
+    In single precision it does both when entries are graded down to the smallest numbers (a row of a kernel without
+    gradient shrinks at every rescaling). So a factorisation must agree there, a few roundings above.
+    """
+    try:
+        top = float(torch.linalg.eigvalsh(gram)[:, -1].max())
+    except torch.linalg.LinAlgError:
+        return math.nan
+    if gram.dtype in (torch.float64, torch.complex128) or not math.isfinite(top):
+        return top
+    above = top * (1 + 8 * gram.shape[-1] * torch.finfo(torch.float32).eps)
+    return above if below(gram, above) else math.nan
+
+
 def largest(kernel: Kernel, cover: Cover, stop: float = math.inf) -> float:
-    """Upper bound on ‖T‖: the largest norm in the cover by eigvalsh (inf as soon as it reaches ``stop``)."""
+    """Upper bound on ‖T‖: the largest norm in the cover by eigvalsh (inf as soon as it reaches ``stop``).
+
+    Where single precision gives no eigenvalue, all is done again in double.
+    """
     delta, error = kernel.rounding(cover)
     bound = 0.0
     for g in kernel.grams(cover):
-        top = float(torch.linalg.eigvalsh(g)[:, -1].max())
+        top = top_eigenvalue(g)
         if not math.isfinite(top):
-            return math.inf
+            return math.inf if kernel.dtype(cover) == torch.float64 else largest(kernel.wide(), cover, stop)
         top = max(0.0, top)
         bound = max(bound, cover.scale * math.sqrt(top * (1 + delta) + error))
         if bound >= stop:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lipmdeq.fetch import TINY, digits_arrays
-from lipmdeq.files import DataError, load_npz
+from lipmdeq.files import DataError, check_images, load_npz
 from lipmdeq.sampling import Plan, stratified_permutation, whole
 
 __all__ = ["DataError", "Dataset", "Split", "load"]
@@ -187,6 +187,7 @@ def open_small(name: str, root: Path) -> tuple[Split, Split, tuple[str, ...], st
         parts = whole_set.take(order[:-DIGITS_TEST]), whole_set.take(order[-DIGITS_TEST:])
         return *parts, tuple("0123456789"), sha
     arrays, sha = load_npz(root / f"{name}.npz")
+    check_images(root / f"{name}.npz", arrays)
     parts = []
     for part in ("train", "test"):
         images, labels = (torch.from_numpy(arrays[f"{part}_{what}"]) for what in ("images", "labels"))
@@ -276,5 +277,6 @@ def load(
 
 if __name__ == "__main__":
     from lipmdeq.fetch import main
+    from lipmdeq.shell import guarded
 
-    raise SystemExit(main())
+    raise SystemExit(guarded("lipmdeq.data", main))

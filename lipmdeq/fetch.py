@@ -5,7 +5,6 @@ appear by renaming a finished temporary one, so an interrupted run leaves the ol
 half a file; running it again checks everything and mends what is not whole.
 """
 
-import argparse
 import errno
 import hashlib
 import http.client
@@ -26,14 +25,17 @@ from PIL import Image
 from lipmdeq.files import (
     MEND,
     DataError,
+    check_images,
     check_sha256,
     folder_is_whole,
+    load_npz,
     read_image,
     read_manifest,
     save_npz,
-    verified_sha256,
+    sweep,
     write_manifest,
 )
+from lipmdeq.shell import Parser
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 CIFAR10_COUNTS = {"train": 5000, "test": 1000}  # images per class
@@ -204,10 +206,17 @@ def folder_arrays(folder: Path) -> Arrays:
         print(f"{folder.name}: decoding {len(listing)} {split} images", flush=True)
         paths = [Path(p) for p, _ in listing.samples]
         images = [np.asarray(read_image(p, sums.get(p.relative_to(folder).as_posix()), MEND)) for p in paths]
+        if len({image.shape for image in images}) != 1:
+            raise DataError(f"{folder / split} holds images of different sizes: delete {folder} and {MEND}")
         out[f"{name}_images"] = np.stack(images).transpose(0, 3, 1, 2).copy()
         out[f"{name}_labels"] = np.asarray(listing.targets, dtype=np.int64)
-    names = dict(line.split("\t", 1) for line in (folder / "classes.txt").read_text().splitlines())
-    return out | {"classes": np.array([names[c].split(",")[0] for c in listing.classes])}
+    try:
+        names = dict(line.split("\t", 1) for line in (folder / "classes.txt").read_text("utf8").splitlines())
+        return out | {"classes": np.array([names[c].split(",")[0] for c in listing.classes])}
+    except (OSError, KeyError, ValueError) as e:
+        raise DataError(
+            f"{folder / 'classes.txt'} does not name every class ({e}): delete {folder} and {MEND}"
+        ) from e
 
 
 def fetch_tiny(root: Path, work: Path, archive: str | None = None) -> str:
@@ -231,8 +240,9 @@ def fetch_tiny(root: Path, work: Path, archive: str | None = None) -> str:
 
 def is_whole(root: Path, name: str) -> bool:
     """Whether everything that :func:`fetch` would write is there and unchanged."""
+    path = root / f"{name}.npz"
     try:
-        verified_sha256(root / f"{name}.npz")
+        check_images(path, load_npz(path)[0])
     except DataError:
         return False
     return name != TINY or folder_is_whole(root / TINY)
@@ -257,14 +267,15 @@ def fetch(name: str, root: str | Path = "data", tiny: str | None = None) -> None
         digits_arrays()
         print("digits: come with scikit-learn, checked")
         return
+    sweep(root)
     if is_whole(root, name):
         print(f"{name}: ready in {root}, checked")
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for old in [*root.glob(".fetch-*"), *root.glob(".*.part")]:
+        for old in root.glob(".fetch-*"):
             if time.time() - old.stat().st_mtime > 86400:  # of a killed run: one that still runs is younger
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
+                shutil.rmtree(old)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as work:
             sha = makers[name](root, Path(work))
     except OSError as e:
@@ -282,9 +293,7 @@ def fetch(name: str, root: str | Path = "data", tiny: str | None = None) -> None
 def main(argv: list[str] | None = None) -> int:
     """``python -m lipmdeq.data [digits|cifar10|tiny-imagenet-25|all] [--root data]``; the exit status."""
     known = ["digits", "cifar10", TINY]
-    parser = argparse.ArgumentParser(
-        "python -m lipmdeq.data", description="Fetch, check and convert data sets."
-    )
+    parser = Parser("python -m lipmdeq.data", description="Fetch, check and convert data sets.")
     parser.add_argument("names", nargs="*", metavar="name", help=f"{', '.join(known)}, or all (the default)")
     parser.add_argument("--root", default="data", help="folder of the data sets (default: data)")
     parser.add_argument(

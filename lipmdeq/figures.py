@@ -33,6 +33,8 @@ def trace(record: dict, part: str, epoch: int | None = None, over: str = "median
         epoch: after how many epochs; None for the trained model.
         over: "mean", "median" or "worst" of the images.
     """
+    if not record["traces"]:
+        raise ValueError("traces = []: the run must have trace_epochs")
     found = record["traces"][-1]
     if epoch is not None:
         known = {t["epoch"]: t for t in record["traces"]}
@@ -139,14 +141,11 @@ def write(
 ) -> list[Path]:
     """Every table of ``names`` as markdown and CSV; Figures 3 and 5 with Table 1, Figure 4 with its own table."""
     folder = Path(out) if out else Path(root) / "results" / protocol / "tables"
-    folder.mkdir(parents=True, exist_ok=True)
     found, written = {name: load(name, protocol, root) for name in names}, []
-    for name, table in found.items():
-        for end, text in (
-            ("md", table.markdown() + "\n" + table.certificates().markdown()),
-            ("csv", table.csv()),
-        ):
-            written.append(folder / f"{name}.{end}")
+    folder.mkdir(parents=True, exist_ok=True)  # after all names were found to be good
+    for table in found.values():
+        for name, text in table.texts().items():
+            written.append(folder / name)
             with atomic(written[-1]) as part:
                 part.write_text(text, encoding="utf8")
     use_style()

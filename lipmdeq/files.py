@@ -5,12 +5,16 @@ that mends it. Arrays are stored without pickled objects, so that reading a file
 """
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import io
+import math
 import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image
@@ -41,14 +45,39 @@ def check_sha256(path: Path, wanted: str, mend: str) -> None:
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; it becomes ``path`` if the block ends well, else it goes."""
+    sweep(path.parent, f".{glob.escape(path.name)}.*.part")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield part
-        with open(part, "rb") as f:
-            os.fsync(f.fileno())  # a power cut after the rename must not leave an empty file
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with _held(part):
+        try:
+            yield part
+            with open(part, "rb") as f:
+                os.fsync(f.fileno())  # a power cut after the rename must not leave an empty file
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _held(part: Path) -> Iterator[None]:
+    """An empty file that is locked, so that others see that somebody writes it; the lock dies with its process."""
+    while True:
+        with open(part, "a") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if not os.fstat(handle.fileno()).st_nlink:
+                continue  # swept between the two lines: once more
+            yield
+            return
+
+
+def sweep(folder: Path, pattern: str = ".*.part") -> None:
+    """Remove the unfinished files of processes that were killed; those that somebody still writes are locked, and stay."""
+    for part in folder.glob(pattern):
+        try:
+            with open(part, "rb") as handle:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink(missing_ok=True)
+        except OSError:
+            continue  # locked, or not ours to remove
 
 
 def checksum_file(path: Path) -> Path:
@@ -87,10 +116,74 @@ def load_npz(path: Path) -> tuple[dict[str, np.ndarray], str]:
     """Arrays and sha256 of a file written by :func:`save_npz`; :class:`DataError` unless it is whole."""
     sha = verified_sha256(path)
     try:
+        check_stored(path)
         with np.load(path, allow_pickle=False) as z:
+            for name in z.files:
+                check_header(z.zip, name)
             return {k: z[k] for k in z.files}, sha
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, NotImplementedError, MemoryError) as e:
         raise DataError(f"{path} cannot be read ({e}): {MEND}") from e
+    except (AttributeError, zipfile.BadZipFile) as e:  # no archive at all: a single array
+        raise DataError(f"{path} is not an archive of arrays ({e}): {MEND}") from e
+
+
+def check_stored(file: Path | BinaryIO) -> None:
+    """ValueError unless a zip archive is as long as what it holds: nothing packed, nothing twice, so nothing to blow up."""
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    size = os.path.getsize(file) if isinstance(file, Path) else file.seek(0, io.SEEK_END)
+    if any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries):
+        raise ValueError("its entries are compressed")
+    if sum(e.file_size for e in entries) > size:
+        raise ValueError("its entries claim more bytes than the file has")
+
+
+def check_header(archive: zipfile.ZipFile, name: str) -> None:
+    """ValueError unless an array has as many bytes as its shape and type say, before memory is asked for."""
+    entry = archive.getinfo(name if name in archive.namelist() else f"{name}.npy")
+    with archive.open(entry) as f:
+        read = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}
+        major, _ = np.lib.format.read_magic(f)
+        if major not in read:
+            raise ValueError(f"{name} has an unknown format")
+        shape, _, dtype = read[major](f)
+        claimed = math.prod(shape) * dtype.itemsize
+        if claimed != entry.file_size - f.tell():
+            raise ValueError(f"{name} claims {claimed} bytes and has {entry.file_size - f.tell()}")
+
+
+def check_images(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """:class:`DataError` unless there are images, labels and classes of the right types that fit each other."""
+
+    def need(holds: bool, what: str) -> None:
+        if not holds:
+            raise DataError(f"{path}: {what}: {MEND}")
+
+    for name in ("train_images", "train_labels", "test_images", "test_labels", "classes"):
+        need(name in arrays, f"{name} is missing")
+    classes = arrays["classes"]
+    need(
+        classes.ndim == 1 and classes.dtype.kind == "U" and len(classes) >= 2,
+        "classes must be a list of two names or more",
+    )
+    shape = arrays["train_images"].shape[1:]
+    for part in ("train", "test"):
+        images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
+        need(images.dtype == np.uint8, f"{part}_images has type {images.dtype}, must be uint8")
+        right = (
+            images.ndim == 4
+            and images.shape[1] in (1, 3)
+            and images.shape[2] == images.shape[3] > 0 < len(images)
+        )
+        need(right, f"{part}_images has shape {images.shape}, must be (N, 1 or 3, H, H)")
+        need(images.shape[1:] == shape, f"{part}_images has other sizes than train_images")
+        need(labels.dtype == np.int64, f"{part}_labels has type {labels.dtype}, must be int64")
+        need(
+            labels.shape == images.shape[:1],
+            f"{part}_labels has shape {labels.shape}, must be {images.shape[:1]}",
+        )
+        inside = 0 <= labels.min() and labels.max() < len(classes)
+        need(inside, f"{part}_labels must be from 0 to {len(classes) - 1}, the number of classes minus 1")
 
 
 def read_image(path: Path, sha: str | None, mend: str) -> Image.Image:

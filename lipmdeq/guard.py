@@ -1,4 +1,4 @@
-"""The constraint ‖W‖₂ ≤ c during training, proved after every step (Conv*, Lemma ``lem:conv``).
+"""The proof of the constraint ‖W‖₂ ≤ c in training (Conv*, Lemma ``lem:conv``); between two proofs ``Conv.estimate`` holds it.
 
 Three ways to know that an operator norm is at most c, from cheap to dear:
 
@@ -60,7 +60,7 @@ def map_drift(axes: tuple[Axis, Axis]) -> float:
 
 def _finite_kernel(weight: Tensor, where: Geometry, groups: int) -> Kernel:
     kernel = Kernel(weight, where.axes, groups, fast=True)
-    if not math.isfinite(kernel.norm):
+    if not kernel.norm < 1e150:  # else squares overflow
         check_finite(weight)
         raise ValueError(f"weight of Frobenius norm {kernel.norm}: too large to be bounded")
     return kernel
@@ -146,6 +146,9 @@ class NormGuard:
         self._room = 8.0  # steps that the next bound is to leave free
         self._cover: Cover | None = None
         self._drift = math.inf
+        self.found = (
+            math.inf
+        )  # what the last enforce proved before it scaled anything: c, or the bound that was above it
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_seen": None, "_bound": math.inf, "_calls": 0, "_cover": None}
@@ -177,6 +180,7 @@ class NormGuard:
         rounding = 8 * torch.finfo(weight.dtype).eps * self._drift * kernel.norm
         factor = c / (bound + rounding)
         weight.mul_(factor)
+        self.found = bound
         self._scalings += 1
         self._remember(weight, c)
         return factor
@@ -214,6 +218,7 @@ class NormGuard:
         """Make ‖T_W‖ ≤ c a proved fact, scaling ``weight`` in place if need be; returns the factor (1.0: untouched)."""
         _positive("c", c)
         self._calls += 1
+        self.found = c
         moved = self._moved(weight)
         if self._bound + moved <= c:
             return 1.0

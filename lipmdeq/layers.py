@@ -11,6 +11,9 @@ are known (``MGN.affine``), so its scale and shift, the slope of the scaled ReLU
 are merged into single passes over the feature map. Plain numbers (slopes, weights of mixes) are never multiplied
 into a tensor: ReLU and convolutions let a factor k > 0 through, so it travels beside its tensor until a pass takes it
 along (``k`` below). Tensors are (B, C, H, W), best in ``channels_last``.
+
+No module writes into its input. In a solve (no graph) the passes above go over tensors that f made itself: the functions
+``normed``, ``norm_act``, ``add_scaled`` and ``add_up2`` then overwrite their tensor unless told that it is not theirs (``own``).
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from torch import Tensor, nn
 from lipmdeq import bounds
 from lipmdeq.guard import NormGuard
 
+MARGIN = 0.04  # what estimated norms stay below c: a warm power step lags behind weights that move
+COLD_STEPS = 20  # power steps from random vectors
 Leaf = Callable[[nn.Module], float | None]
 
 
@@ -32,13 +37,18 @@ def _no_answer(module: nn.Module) -> float | None:
     return None
 
 
-def _into(y: Tensor) -> Tensor | None:
-    """Where an element-wise result may go: over y itself in a solve, a new tensor when autograd records."""
-    return None if torch.is_grad_enabled() or torch.compiler.is_compiling() else y
+def _into(y: Tensor, own: bool = True) -> Tensor | None:
+    """Where an element-wise result may go: over y itself in a solve if it is ours, a new tensor when autograd records."""
+    return None if not own or torch.is_grad_enabled() or torch.compiler.is_compiling() else y
 
 
 def _per_channel(v: Tensor) -> Tensor:
     return v.view(*v.shape, 1, 1)
+
+
+def _lengths(v: Tensor) -> Tensor:
+    """Norm of each sample, (B, 1, 1, 1)."""
+    return torch.linalg.vector_norm(v, dim=(1, 2, 3), keepdim=True)
 
 
 class Conv(nn.Module):
@@ -69,7 +79,7 @@ class Conv(nn.Module):
         self.stride, self.padding, self.c, self.size = stride, (k - 1) // 2, c, tuple(size)
         self.weight = nn.Parameter(torch.empty(cout, cin, k, k).normal_(0.0, 0.01))
         self.g = nn.Parameter(self.weight.detach().flatten(1).norm(dim=1)) if weight_norm else None
-        self._guard: NormGuard | None = None
+        self.forget()
 
     def kernel(self) -> Tensor:
         """The weight in use, (C_out, C_in, k, k)."""
@@ -87,10 +97,20 @@ class Conv(nn.Module):
         return {"size": self.size, "stride": self.stride, "padding": self.padding}
 
     @torch.no_grad()
-    def constrain(self) -> None:
-        """Bring the operator norm of the weight in use to at most c (proved), changing as little as possible."""
+    def constrain(self, prove: bool = True) -> float:
+        """Bring the operator norm of the weight in use to at most c, changing as little as possible.
+
+        With ``prove`` the norm is proved to be at most c; returns the bound that was found before over c (at most 1 when nothing
+        was changed). Without, a weight whose *estimated* norm exceeds (1 − MARGIN)·c is scaled to that, and 0 is returned: the
+        estimate is one warm step of power iteration on the operator, always too small but, warm, by less than the margin. It
+        costs what one image costs, and nothing waits for the result on a GPU.
+        """
         if self.c is None:
-            return
+            return 0.0
+        if not prove:
+            factor = ((1 - MARGIN) * self.c / self.estimate()).clamp(max=1.0)
+            (self.weight if self.g is None else self.g).mul_(factor)
+            return 0.0
         if self._guard is None or self._guard.key != (self.size, self.stride, self.padding):
             self._guard = NormGuard(self.size, stride=self.stride, padding=self.padding)
         if self.g is None:
@@ -98,6 +118,34 @@ class Conv(nn.Module):
         else:
             kernel = self.kernel().clone()
             self.g.mul_(self._guard.enforce(kernel, self.c))
+        return self._guard.found / self.c
+
+    @torch.no_grad()
+    def estimate(self) -> Tensor:
+        """A lower estimate of the operator norm: the larger √‖TᵀTv‖ of two unit v, which become TᵀTv, orthogonal and unit again.
+
+        Two, because a direction that grows may overtake the largest. After :meth:`forget` they are random and take COLD_STEPS
+        steps.
+        """
+        kernel = self.kernel()
+        steps, (h, w) = 1, self.size
+        if self._v is None or (self._v.device, self._v.dtype) != (kernel.device, kernel.dtype):
+            start = torch.randn(2, kernel.shape[1], h, w, generator=torch.Generator().manual_seed(0))
+            self._v, steps = (start / _lengths(start)).to(kernel), COLD_STEPS
+        left = [(s + 2 * self.padding - kernel.shape[-1]) % self.stride for s in (h, w)]
+        tiny = torch.finfo(kernel.dtype).tiny
+        for _ in range(steps):
+            y = F.conv2d(self._v, kernel, stride=self.stride, padding=self.padding)
+            v = F.conv_transpose2d(y, kernel, stride=self.stride, padding=self.padding, output_padding=left)
+            lengths = _lengths(v).clamp_min(tiny)
+            one, two = v / lengths
+            two = two - (one * two).sum() * one
+            self._v = torch.stack((one, two / two.norm().clamp_min(tiny)))
+        return lengths.max().sqrt()
+
+    def forget(self) -> None:
+        """Drop what the constraint remembers of earlier weights; the next call starts afresh."""
+        self._guard, self._v = None, None
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
         answer = leaf(self)
@@ -141,12 +189,16 @@ class _Norm(nn.Module):
 
 
 class GN(_Norm):
-    """Group normalisation (Lemma ``lem:gn``): constant max|γ_c|/√ε, reached where a group is constant."""
+    """Group normalisation (Lemma ``lem:gn``): constant max|γ_c|/√ε, reached where a group is constant.
+
+    Without affine parameters the scale is min(1, γ̄), as in :class:`MGN`.
+    """
 
     eps = 1e-5
 
     def forward(self, y: Tensor) -> Tensor:
-        return F.group_norm(y, self.groups, self.weight, self.bias, self.eps)
+        out = F.group_norm(y, self.groups, self.weight, self.bias, self.eps)
+        return out if self.weight is not None or self.fixed == 1.0 else self.fixed * out
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
         answer = leaf(self)
@@ -191,7 +243,7 @@ class MGN(_Norm):
         return torch.addmm(self.bias.to(work), mu.to(work), member).to(out)
 
     def forward(self, y: Tensor) -> Tensor:
-        return normed(self, y)
+        return normed(self, y, own=False)
 
     def lipschitz(self, leaf: Leaf = _no_answer, train: bool = True) -> float:
         answer = leaf(self)
@@ -214,19 +266,19 @@ def spatial_sum(y: Tensor) -> tuple[Tensor, int]:
     return y.sum((2, 3)), h * w
 
 
-def add_scaled(acc: Tensor, y: Tensor, s: Tensor | float, k: float = 1.0) -> Tensor:
-    """acc + k·s·y in one pass, over y in a solve; s per channel (C,) or a number."""
+def add_scaled(acc: Tensor, y: Tensor, s: Tensor | float, k: float = 1.0, own: bool = True) -> Tensor:
+    """acc + k·s·y in one pass, in a solve over y if it is ours; s per channel (C,) or a number."""
     if isinstance(s, Tensor):
-        return torch.addcmul(acc, y, _per_channel(s), value=k, out=_into(y))
-    return torch.add(acc, y, alpha=k * s, out=_into(y))
+        return torch.addcmul(acc, y, _per_channel(s), value=k, out=_into(y, own))
+    return torch.add(acc, y, alpha=k * s, out=_into(y, own))
 
 
-def normed(norm: _Norm, y: Tensor, k: float = 1.0) -> Tensor:
-    """norm(k·y)."""
+def normed(norm: _Norm, y: Tensor, k: float = 1.0, own: bool = True) -> Tensor:
+    """norm(k·y), in a solve over y if it is ours."""
     if isinstance(norm, MGN):
         total, pixels = spatial_sum(y)
         s, b = norm.affine(total, pixels / k)
-        return add_scaled(_per_channel(b), y, s, k)
+        return add_scaled(_per_channel(b), y, s, k, own)
     return norm(y if k == 1.0 else y * k)
 
 
@@ -296,8 +348,9 @@ class Up(nn.Module):
         return answer if answer is not None else bounds.lip_up(self.scale, self.scale)
 
 
-def add_up2(z: Tensor, low: Tensor, weight: float = 1.0) -> Tensor:
-    """z + weight·Up_2(low) without storing the up-sampled map; (B, C, H, W) and (B, C, H/2, W/2). In a solve over z.
+def add_up2(z: Tensor, low: Tensor, weight: float = 1.0, own: bool = True) -> Tensor:
+    """z + weight·Up_2(low) without storing the up-sampled map; (B, C, H, W) and (B, C, H/2, W/2). In a solve over z if
+    it is ours.
 
     In ``channels_last`` with few channels the columns of low are doubled by a concatenation of channels; two rows of z then
     lie behind each row of it, and the addition runs over whole rows (its inner loops are long, also in the gradient).
@@ -307,10 +360,10 @@ def add_up2(z: Tensor, low: Tensor, weight: float = 1.0) -> Tensor:
     if not rows.is_contiguous() or (c >= 32 and _into(z) is not None):
         blocks = z.view(b, c, h // 2, 2, w // 2, 2)
         low = low[:, :, :, None, :, None]
-        return torch.add(blocks, low, alpha=weight, out=_into(blocks)).view(b, c, h, w)
+        return torch.add(blocks, low, alpha=weight, out=_into(blocks, own)).view(b, c, h, w)
     rows = rows.view(b, h // 2, 2, w * c)
     low = torch.cat((low, low), 1).permute(0, 2, 3, 1).reshape(b, h // 2, 1, w * c)
-    return torch.add(rows, low, alpha=weight, out=_into(rows)).view(b, h, w, c).permute(0, 3, 1, 2)
+    return torch.add(rows, low, alpha=weight, out=_into(rows, own)).view(b, h, w, c).permute(0, 3, 1, 2)
 
 
 class Chain(nn.Sequential):

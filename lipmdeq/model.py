@@ -7,7 +7,9 @@ experiments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -17,7 +19,11 @@ from torch import Tensor, nn
 from lipmdeq import bounds
 from lipmdeq.blocks import FixedPointMap
 from lipmdeq.implicit import Implicit, deq
+from lipmdeq.potential import Held, PotentialMap
 from lipmdeq.solvers import Anderson
+from lipmdeq.tracking import Map
+
+Autocast = Callable[[], AbstractContextManager]
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,11 @@ class ModelConfig:
     modification each: norm "mgn" or "gn"; clip: |γ| ≤ γ̄; constrain: ‖W‖₂ ≤ c; fusion "softmax", "mean" or
     "sum"; mix1, mix2: convex mixes in the residual block and in the fusion (else plain sums); weight_norm on
     the residual-block and post-fusion convolutions.
+
+    block "paper" is the residual block of the paper, "potential" the certified family of :mod:`lipmdeq.potential`, whose
+    f is tau-Lipschitz whatever the weights. injection "first" is the paper's: the image enters branch 1 only; with "all" a
+    pyramid of stride-2 convolutions feeds every branch. stem_strides and stem_channels are those of the two convolutions
+    of the stem (None: as many channels as branch 1); injection_conv: a 1x1 convolution behind it.
     """
 
     channels: tuple[int, ...] = (32, 64, 128, 256)
@@ -36,8 +47,10 @@ class ModelConfig:
     classes: int = 10
     expansion: int = 5
     groups: int = 8
-    stem_stride: int = 1
-    injection: bool = True
+    stem_strides: tuple[int, int] = (1, 1)
+    stem_channels: int | None = None
+    injection: str = "first"
+    injection_conv: bool = True
     post_affine: bool = False
     head_channels: tuple[int, ...] = (14, 28, 56, 112)
     head_features: int = 1680
@@ -54,14 +67,19 @@ class ModelConfig:
     mix1: bool = True
     mix2: bool = True
     weight_norm: bool = False
+    block: str = "paper"
+    tau: float = 0.9
 
     def __post_init__(self):
-        object.__setattr__(self, "channels", tuple(self.channels))
-        object.__setattr__(self, "head_channels", tuple(self.head_channels))
+        for field in ("channels", "head_channels", "stem_strides"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
         self.spec()  # validates a, c, gamma, alpha1, alpha2, n, p
-        for field, allowed in {"norm": ("mgn", "gn"), "fusion": ("softmax", "mean", "sum")}.items():
+        bounds.check_range("tau", self.tau, 0, 1)
+        for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} = {getattr(self, field)!r}: must be one of {', '.join(allowed)}")
+        if len(self.stem_strides) != 2 or any(s not in (1, 2) for s in self.stem_strides):
+            raise ValueError(f"stem_strides = {self.stem_strides}: must be two numbers, each 1 or 2")
         if len(self.head_channels) != self.n:
             raise ValueError(
                 f"head_channels = {self.head_channels}: must have one entry for each of the {self.n} branches"
@@ -69,22 +87,37 @@ class ModelConfig:
         for field in (
             "expansion",
             "groups",
-            "stem_stride",
             "in_channels",
             "classes",
             "head_features",
             "image_size",
+            *(() if self.stem_channels is None else ("stem_channels",)),
         ):
             if not isinstance(getattr(self, field), int) or getattr(self, field) < 1:
                 raise ValueError(f"{field} = {getattr(self, field)!r}: must be a whole number >= 1")
         for ch in self.channels:
             if ch < 1 or ch % self.groups:
                 raise ValueError(f"channels = {ch}: must be divisible by groups = {self.groups}")
-        step = self.stem_stride**2 * 2 ** (self.n - 1)
-        if self.image_size % step:
+        if self.image_size % self.step:
             raise ValueError(
-                f"image_size = {self.image_size}: must be a multiple of {step} for {self.n} branches"
+                f"image_size = {self.image_size}: must be a multiple of {self.step} for {self.n} branches"
             )
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> ModelConfig:
+        """From the model part of a record or checkpoint, older ones too."""
+        fields = dict(fields)
+        if (
+            "stem_stride" in fields
+        ):  # one number for both convolutions, and a flag for the 1x1 convolution behind them
+            fields["stem_strides"] = (fields.pop("stem_stride"),) * 2
+            fields["injection_conv"], fields["injection"] = fields["injection"], "first"
+        return cls(**fields)
+
+    @property
+    def step(self) -> int:
+        """Image sizes must be multiples of this."""
+        return math.prod(self.stem_strides) * 2 ** (self.n - 1)
 
     @property
     def n(self) -> int:
@@ -93,7 +126,14 @@ class ModelConfig:
     @property
     def is_lipschitz(self) -> bool:
         """True when f has a finite constant by construction."""
-        return self.norm == "mgn" and self.clip and self.constrain
+        return self.block == "potential" or (self.norm == "mgn" and self.clip and self.constrain)
+
+    @property
+    def claimed(self) -> float | None:
+        """L in train mode by the configuration alone; None when nothing is claimed."""
+        if not self.is_lipschitz:
+            return None
+        return self.tau if self.block == "potential" else self.spec().L("reported")
 
     def spec(self) -> bounds.LipschitzSpec:
         """The hyperparameters that enter L."""
@@ -101,17 +141,20 @@ class ModelConfig:
 
     def sizes(self, image_size: int | None = None) -> list[tuple[int, int]]:
         """(H, W) of every branch."""
-        h = (image_size or self.image_size) // self.stem_stride**2
+        h = (image_size or self.image_size) // math.prod(self.stem_strides)
         return [(h // 2**i, h // 2**i) for i in range(self.n)]
 
     def to_dict(self) -> dict:
         return asdict(self)
 
 
+CHOICES = {
+    "norm": ("mgn", "gn"), "fusion": ("softmax", "mean", "sum"), "block": ("paper", "potential"), "injection": ("first", "all")
+}  # fmt: skip
 _MDEQ = {
     "a": 1.0, "norm": "gn", "clip": False, "constrain": False, "fusion": "sum", "mix1": False, "mix2": False, "weight_norm": True
 }  # fmt: skip
-ABLATIONS = {
+ABLATIONS = {  # what each row of lipmdeq.spec.ABLATIONS changes: one name means the same in both places
     "S1": {"clip": False},
     "S2": {"norm": "gn"},
     "S3": {"constrain": False},
@@ -119,8 +162,16 @@ ABLATIONS = {
     "S4-sum": {"fusion": "sum"},
     "S5": {"mix1": False},
     "S6": {"mix2": False},
+    "S6-sum": {"mix2": False, "fusion": "sum"},
     "S7": {"mix1": False, "mix2": False},
+    "S7-sum": {"mix1": False, "mix2": False, "fusion": "sum"},
 }
+POTENTIAL = {
+    "expansion": 3,
+    "injection": "all",
+    "p": 0.0,
+    "alpha2": 0.5,
+}  # of block = "potential" where nothing is said
 PRESETS = {
     "digits": dict(
         channels=(16, 32, 64),
@@ -131,11 +182,14 @@ PRESETS = {
         head_features=128,
     ),
     "cpu": dict(channels=(8, 16, 32, 64), image_size=16, head_channels=(4, 8, 16, 32), head_features=256),
+    "cpu32": dict(
+        channels=(8, 16, 32, 64), stem_strides=(1, 2), head_channels=(4, 8, 16, 32), head_features=256
+    ),
     "cpu-imagenet": dict(
         channels=(8, 16, 32, 64),
         image_size=64,
         classes=25,
-        stem_stride=2,
+        stem_strides=(2, 2),
         post_affine=True,
         head_channels=(4, 8, 16, 32),
         head_features=256,
@@ -145,13 +199,13 @@ PRESETS = {
     "paper-imagenet": dict(
         image_size=224,
         classes=1000,
-        stem_stride=2,
+        stem_strides=(2, 2),
         post_affine=True,
         head_channels=(24, 48, 96, 192),
         head_features=2048,
         p=0.0,
     ),
-    "mdeq-tiny": dict(channels=(24, 24), head_channels=(8, 16), head_features=200, injection=False),
+    "mdeq-tiny": dict(channels=(24, 24), head_channels=(8, 16), head_features=200, injection_conv=False),
 }
 
 
@@ -162,8 +216,11 @@ def configure(
 
     Args:
         preset: one of ``PRESETS`` (the sizes). model: "lipschitz" or "mdeq". ablation: None or one of
-        ``ABLATIONS`` (S1–S7 of Table 2; "S4" is the uniform mean that was run, "S4-sum" the printed sum).
-        changes: fields of :class:`ModelConfig`; n=… keeps the first n branches.
+        ``ABLATIONS`` (S1–S7 of Table 2). S4 fuses with the uniform mean, S6 and S7 with the softmax weights,
+        S4-sum, S6-sum and S7-sum with plain sums. The authors' code ran S4, S6-sum and S7-sum; the paper's
+        text describes S4-sum, S6 and S7.
+        changes: fields of :class:`ModelConfig`; n=… keeps the first n branches; block="potential" brings its own
+        defaults (``POTENTIAL``, and a stem twice as wide).
     """
     for field, value, allowed in (("preset", preset, PRESETS), ("model", model, ("lipschitz", "mdeq"))):
         if value not in allowed:
@@ -172,7 +229,12 @@ def configure(
         raise ValueError(f"ablation = {ablation!r}: must be one of {', '.join(ABLATIONS)} or None")
     if ablation is not None and model == "mdeq":
         raise ValueError(f"ablation = {ablation!r}: only for model = 'lipschitz'")
+    if changes.get("block") == "potential" and (ablation is not None or model == "mdeq"):
+        raise ValueError("block = 'potential': must be 'paper' for an ablation or for model = 'mdeq'")
     fields = {**PRESETS[preset], **(_MDEQ if model == "mdeq" else ABLATIONS.get(ablation, {}))}
+    if changes.get("block") == "potential":
+        width = 2 * fields.get("channels", ModelConfig.channels)[0]
+        fields |= {**POTENTIAL, "stem_channels": width}
     n = changes.pop("n", None)
     if n is not None:
         full = fields.get("channels", ModelConfig.channels)
@@ -235,23 +297,37 @@ class MDEQ(nn.Module):
         cfg: what to build.
         solver: forward solver (any of :mod:`lipmdeq.solvers`).
         adjoint: gradient rule (any of :mod:`lipmdeq.implicit`).
+
+    Attributes:
+        largest_image: largest side of images that are taken, that of the configuration: ‖W‖₂ ≤ c is enforced for its maps, and
+            holds on smaller ones (their operator is a part of the larger one). ``certify(model, image_size)`` proves a bound
+            for larger images; set this to use it. Models without the constraint, and ``potential`` ones, take all sizes.
     """
 
     def __init__(self, cfg: ModelConfig, solver=None, adjoint=None):
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.largest_image = cfg, cfg.image_size
         self.solver = solver or Anderson(tol=1e-3, max_iter=18)
         self.adjoint = adjoint or Implicit(Anderson(tol=1e-3, max_iter=20))
-        c1, s = cfg.channels[0], cfg.stem_stride
-        self.stem = nn.Sequential(_conv_bn(cfg.in_channels, c1, 3, s), _conv_bn(c1, c1, 3, s))
-        if cfg.injection:
-            self.stem.append(_conv_bn(c1, c1, 1))
-        self.f = FixedPointMap(cfg)
+        potential = cfg.block == "potential"
+        wide = [cfg.expansion * c if potential else c for c in cfg.channels]  # where u is added
+        width = cfg.stem_channels or cfg.channels[0]
+        one, two = cfg.stem_strides
+        self.stem = nn.Sequential(_conv_bn(cfg.in_channels, width, 3, one), _conv_bn(width, width, 3, two))
+        if cfg.injection == "all":
+            widths = [width * 2**i for i in range(cfg.n)]
+            self.down = nn.ModuleList(_conv_bn(w, 2 * w, 3, 2) for w in widths[:-1])
+            self.inject = nn.ModuleList(
+                _conv_bn(w, c, 1, relu=not potential) for w, c in zip(widths, wide, strict=True)
+            )
+        elif cfg.injection_conv or potential or width != wide[0]:
+            self.stem.append(_conv_bn(width, wide[0], 1, relu=not potential))
+        self.f = PotentialMap(cfg) if potential else FixedPointMap(cfg)
         self.head = Head(cfg)
         self.constrain()
 
     def z0(self, u: Tensor) -> list[Tensor]:
-        """Zeros for every branch, in the memory format of the injection u (B, C_1, H, W)."""
+        """Zeros for every branch, for an injection u (B, C, H, W) into the first one."""
         b, _, h, w = u.shape
         fmt = torch.channels_last
         return [
@@ -259,17 +335,57 @@ class MDEQ(nn.Module):
             for i, ci in enumerate(self.cfg.channels)
         ]
 
-    def equilibrium(self, x: Tensor, solver=None, adjoint=None):
-        """(z*, Solution) for images x (B, C, H, W)."""
-        u = self.stem(x.contiguous(memory_format=torch.channels_last))
-        masks = self.f.masks(u)
-        return deq(
-            lambda z: self.f(z, u, masks),
-            self.z0(u),
-            solver=solver or self.solver,
-            adjoint=adjoint or self.adjoint,
-            inputs=[u, *self.f.parameters()],
-        )
+    def check_images(self, x: Tensor) -> None:
+        """ValueError for images x (B, C, H, W) whose maps do not fit, or whose f has no bound (see ``largest_image``)."""
+        (height, width), step, most = x.shape[2:], self.cfg.step, self.largest_image
+        if height % step or width % step:
+            raise ValueError(
+                f"image size = {height}x{width}: must be multiples of {step} for {self.cfg.n} branches"
+            )
+        if self.cfg.constrain and self.cfg.block == "paper" and max(height, width) > most:
+            raise ValueError(
+                f"image size = {height}x{width}: must be at most {most}x{most}, for which f is constrained; "
+                f"certify(model, {max(height, width)}) proves a bound there, model.largest_image takes such images"
+            )
+
+    def injected(self, x: Tensor) -> list[Tensor | None]:
+        """u_i for every branch, from images x (B, C, H, W); None where nothing enters."""
+        t = self.stem(x.contiguous(memory_format=torch.channels_last))
+        if self.cfg.injection == "first":
+            return [t] + [None] * (self.cfg.n - 1)
+        u = [self.inject[0](t)]
+        for down, inject in zip(self.down, self.inject[1:], strict=True):
+            t = down(t)
+            u.append(inject(t))
+        return u
+
+    def problem(self, x: Tensor, autocast: Autocast = nullcontext) -> tuple[Map, list[Tensor], list[Tensor]]:
+        """The fixed-point problem of images x: (f, z0, all that f closes over). Stem and f run under ``autocast``; states
+        stay in single precision. In train mode dropout masks are drawn here and held.
+        """
+        with autocast():
+            u = self.injected(x)
+        held = self.f.hold(u)
+        wide = torch.promote_types(u[0].dtype, torch.float32)
+
+        def f(z: list[Tensor]) -> list[Tensor]:
+            with autocast():
+                return [t.to(wide) for t in self.f(z, u, held)]
+
+        if isinstance(held, Held):
+            inputs = held.tensors()
+        else:
+            inputs = [*(t for t in u if t is not None), *self.f.parameters()]
+        return f, self.z0(u[0].to(wide)), inputs
+
+    def equilibrium(
+        self, x: Tensor, solver=None, adjoint=None, autocast: Autocast = nullcontext, pair: bool = False
+    ):
+        """(z*, Solution) for images x (B, C, H, W); arguments as in :func:`lipmdeq.implicit.deq`."""
+        self.check_images(x)
+        f, z0, inputs = self.problem(x, autocast)
+        solver, adjoint = solver or self.solver, adjoint or self.adjoint
+        return deq(f, z0, solver=solver, adjoint=adjoint, inputs=inputs, pair=pair)
 
     def forward(self, x: Tensor, details: bool = False):
         """Logits (B, classes); with details also the Solution of the solve."""
@@ -277,9 +393,13 @@ class MDEQ(nn.Module):
         logits = self.head(z)
         return (logits, solution) if details else logits
 
-    def constrain(self) -> None:
-        """Apply the constraints of the configuration to f; call it after every optimizer step."""
-        self.f.constrain()
+    def constrain(self, prove: bool = True) -> float:
+        """Apply the constraints of the configuration to f; call it after every optimizer step.
+
+        With ``prove`` all norms are proved to be at most c when it returns, and what it returns is the largest bound over c that
+        it found before. Without, one power step for each convolution estimates them, which is cheap (see :class:`Conv`).
+        """
+        return self.f.constrain(prove)
 
 
 def build(

@@ -8,6 +8,7 @@ The proofs are in :mod:`lipmdeq.covers`, the constraint for training (:class:`No
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -83,12 +84,24 @@ def conv_norm(
     top = float(read.abs().max()) if read.numel() else 0.0
     if top == 0:
         return Norm(0.0, "exact", "zero operator")
-    # Scaled by a power of two: exact, and squares neither overflow nor vanish.
-    unit = 2.0 ** math.frexp(top)[1]
-    scaled = weight.detach().double() / unit
+    scaled, unit = _scaled(weight, top)
     if method in ("lanczos", "power"):
-        return Norm(unit * _estimate(scaled, where, groups, method), "lower", method)
-    value, kind, method = _sound(Kernel(scaled, where.axes, groups), where, scaled, method)
+        return _norm(unit, _estimate(scaled, where, groups, method), "lower", method)
+    return _norm(unit, *_sound(Kernel(scaled, where.axes, groups), where, scaled, method))
+
+
+def _scaled(weight: Tensor, top: float) -> tuple[Tensor, float]:
+    """(W/u, u) in double precision, u a power of two near the largest |entry|: exact, and squares neither overflow nor
+    vanish.
+    """
+    unit = 2.0 ** (math.frexp(top)[1] - 1) if top else 1.0
+    return weight.detach().double() / unit, unit
+
+
+def _norm(unit: float, value: float, kind: str, method: str) -> Norm:
+    """The norm unit·value, if it is a number."""
+    if not math.isfinite(unit * value):
+        raise ValueError(f"norm = {value:.4g}·{unit:.4g}: must be at most {sys.float_info.max:.4g}")
     return Norm(unit * value, kind, method)
 
 
@@ -141,9 +154,8 @@ def lower_norm(
     ``geometry``: stride, padding, dilation, groups, padding_mode.
     """
     where = geometry_of(weight, size, **geometry)
-    check_finite(weight)
-    w, groups = weight.detach().double(), geometry.get("groups", 1)
-    return Norm(_estimate(w, where, groups, method, steps, seed), "lower", method)
+    (scaled, unit), groups = _scaled(weight, check_finite(weight)), geometry.get("groups", 1)
+    return _norm(unit, _estimate(scaled, where, groups, method, steps, seed), "lower", method)
 
 
 def top_input(weight: Tensor, size: Pair, *, steps: int = 100, seed: int = 0, **geometry) -> Tensor:

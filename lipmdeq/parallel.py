@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
-from lipmdeq.runconfig import ParameterError, RunConfig
+from lipmdeq.constants import check_whole
+from lipmdeq.runconfig import ParameterError, RunConfig, RunError
+
+MEET = timedelta(minutes=5)  # as long as processes wait for each other at the start
+
+
+def _number(name: str, default: int | None, low: int, high: int) -> int:
+    """A whole number of the environment that launchers set."""
+    text = os.environ.get(name, "" if default is None else str(default))
+    try:
+        return check_whole(name, int(text), low, high)
+    except ValueError:
+        raise ParameterError(f"{name} = {text!r}: must be a whole number from {low} to {high}") from None
+
+
+def _join(backend: str, rank: int, size: int) -> None:
+    """Meet the other processes, on the loopback interface only unless MASTER_ADDR names another one.
+
+    Anybody who can reach the port can read and change what the processes tell each other. Left alone, torch listens on
+    all interfaces; what torchrun itself opens before is torchrun's.
+    """
+    address = os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    port = _number("MASTER_PORT", 29500, 1, 65535)
+    os.environ["MASTER_PORT"] = str(port)
+    try:
+        family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        inside = ipaddress.ip_address(place[0]).is_loopback
+        if inside or os.environ.get("LOCAL_WORLD_SIZE") == str(size):  # all on this machine
+            loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
+                os.environ.setdefault(name, loopback)
+        if not inside or "TORCHELASTIC_RUN_ID" in os.environ:
+            dist.init_process_group(backend)
+            return
+        listen = -1
+        if rank == 0:
+            listen = socket.create_server(place[:2], family=family).detach()  # the store closes it
+    except OSError as e:
+        raise RunError(
+            f"MASTER_ADDR = {address!r}, MASTER_PORT = {port}: cannot be used ({e.strerror or e})"
+        ) from None
+    own = {"master_listen_fd": listen} if rank == 0 else {}
+    store = dist.TCPStore(place[0], port, size, is_master=rank == 0, timeout=MEET, **own)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 @dataclass
@@ -29,12 +75,13 @@ class World:
     def open(cls, cfg: RunConfig) -> World:
         """Choose the device, set threads and precision, join the other processes."""
         wanted = "cuda" if cfg.device == "auto" and torch.cuda.is_available() else cfg.device
-        size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        size = _number("WORLD_SIZE", 1, 1, 2**20)
+        rank = _number("RANK", None, 0, size - 1) if size > 1 else 0
         device = torch.device("cpu" if wanted == "auto" else wanted)
         if device.type == "cuda":
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
             if device.index is None:
-                device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+                device = torch.device("cuda", _number("LOCAL_RANK", 0, 0, 1023))
             if device.index >= count:
                 raise ParameterError(
                     f"device = {cfg.device!r}: must be auto or cpu on a machine with {count} GPUs"
@@ -46,12 +93,17 @@ class World:
             raise ParameterError(
                 f"batch = {cfg.batch}: must be a multiple of the number of processes, {size}"
             )
+        most = 4 * (os.cpu_count() or 1)  # more stand in each other's way, and far more stop the machine
+        if cfg.threads > most:
+            raise ParameterError(
+                f"threads = {cfg.threads}: must be at most {most}, four times the number of cores"
+            )
         torch.set_num_threads(cfg.threads)
         torch.set_float32_matmul_precision("high" if cfg.precision == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = cfg.precision == "tf32"
         world = cls(cfg, rank, size, device)
         if size > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            _join("nccl" if device.type == "cuda" else "gloo", rank, size)
             world.started = True
         return world
 

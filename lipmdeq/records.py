@@ -27,12 +27,15 @@ import torch
 from torch import nn
 
 from lipmdeq.certificate import Certificate, fingerprint, jsonable
-from lipmdeq.files import atomic
+from lipmdeq.files import atomic, check_stored, sweep
 from lipmdeq.runconfig import BOOKKEEPING, RunConfig, RunError
+from lipmdeq.seal import FORMAT as FORMAT
+from lipmdeq.seal import content_sha256, read_json, read_sealed
+from lipmdeq.seal import read_record as read_record
 
-FORMAT = 1
 MAGIC = "lipmdeq-checkpoint-1"
 RECORD, CHECKPOINT = "record.json", "checkpoint.ckpt"
+UNFIT = (LookupError, TypeError, AttributeError, RuntimeError, ValueError, ArithmeticError, MemoryError)
 LOCK_WAIT = 15.0  # seconds; the kernel of a killed notebook lives on for a moment
 INFINITE = ("frobenius", "spectral", "perron", "norm")  # null in JSON stands for infinity in these
 
@@ -49,25 +52,17 @@ def writing(path: Path) -> Iterator[Path]:
         raise RunError(f"{path} cannot be written ({e.strerror or e}){kept}") from e
 
 
+def seal(value: dict) -> dict:
+    """The same as JSON reads it (infinities and NaN as null), with the ``sha256`` of its content."""
+    plain = json.loads(json.dumps(jsonable(value), allow_nan=False))
+    return {**plain, "sha256": content_sha256(plain)}
+
+
 def write_json(path: str | Path, value: dict) -> None:
-    """JSON with infinities and NaN as null, atomically."""
-    text = json.dumps(jsonable(value), indent=1, ensure_ascii=False, allow_nan=False)
+    """Sealed JSON (:mod:`lipmdeq.seal`), atomically."""
+    text = json.dumps(seal(value), indent=1, ensure_ascii=False, allow_nan=False)
     with writing(Path(path)) as part:
         part.write_text(text + "\n", encoding="utf-8")
-
-
-def read_record(path: str | Path) -> dict:
-    """The record of a run; :class:`RunError` in one sentence if it is missing or damaged."""
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-        if record["format"] != FORMAT:
-            raise RunError(f"{path} has format {record['format']!r}: must be {FORMAT}")
-        RunConfig.from_mapping({k: record["parameters"][k] for k in record["parameters"]})
-    except OSError as e:
-        raise RunError(f"{path} cannot be read ({e.strerror})") from None
-    except (ValueError, KeyError, TypeError) as e:
-        raise RunError(f"{path} is not a record of a run ({e})") from None
-    return record
 
 
 def save_checkpoint(path: str | Path, state: dict) -> None:
@@ -96,32 +91,64 @@ def load_checkpoint(path: str | Path) -> dict:
             "delete it to start the run again"
         )
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if content[:2] == b"PK":
+            check_stored(io.BytesIO(content))
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as e:  # the unpickler raises whatever it likes at foreign content
         raise RunError(f"checkpoint {path} holds more than plain tensors ({type(e).__name__})") from None
+    for name in ("parameters", "model_config", "model"):
+        if not isinstance(state, dict) or not isinstance(state.get(name), dict):
+            raise RunError(f"checkpoint {path} does not hold the state of a run ({name} is missing)")
+    return state
 
 
-def load_model(path: str | Path) -> nn.Module:
-    """The trained model of a checkpoint, in test mode, with the solver and gradient rule of its run."""
+def seal_file(path: str | Path) -> None:
+    """Write a JSON file that has no seal again with one; a seal that does not fit is an error, not a reason to make a new one."""
+    value = read_json(path, "a JSON file")
+    if "sha256" in value:
+        read_sealed(path, "a JSON file")
+        return
+    write_json(path, value)
+
+
+def load_model(path: str | Path, record: dict | None = None) -> nn.Module:
+    """The trained model of a checkpoint, in test mode, with the solver and gradient rule of its run.
+
+    Args:
+        path: a checkpoint of a run, or weights that :func:`export_weights` wrote.
+        record: if given, the weights must be those that it describes, else :class:`RunError`.
+    """
     from lipmdeq.batch import make_adjoint, make_solver
 
     state = load_checkpoint(path)
     try:
+        if record is not None and not describes(record, state["model"]):
+            raise RunError(
+                f"checkpoint {path} holds other weights than its record describes (by their sha256)"
+            )
         cfg = RunConfig.from_mapping(state["parameters"])
         model = build_model(state["model_config"], make_solver(cfg, cfg.max_forward), make_adjoint(cfg))
         model.load_state_dict(state["model"])
         if any(v.dtype == torch.float16 for v in state["model"].values()):
             model.constrain()  # rounding may have lifted a norm above its bound
-    except (AttributeError, KeyError, TypeError, RuntimeError, ValueError) as e:
-        raise RunError(f"checkpoint {path} does not fit this version ({str(e).splitlines()[0]})") from None
+    except UNFIT as e:
+        raise unfit(path, e) from None
     return model.eval()
+
+
+def unfit(path: str | Path, error: Exception) -> RunError:
+    """The sentence for a checkpoint whose content cannot be used, whatever stumbled over it."""
+    if isinstance(error, RunError):
+        return error
+    why = (str(error).splitlines() or [""])[0] or "no reason given"
+    return RunError(f"checkpoint {path} does not fit this version ({type(error).__name__}: {why})")
 
 
 def build_model(model_config: dict, solver, adjoint) -> nn.Module:
     """A fresh model from the model part of a checkpoint or a run."""
     from lipmdeq.model import MDEQ, ModelConfig
 
-    model = MDEQ(ModelConfig(**model_config), solver, adjoint)
+    model = MDEQ(ModelConfig.from_dict(model_config), solver, adjoint)
     return model.to(memory_format=torch.channels_last)
 
 
@@ -131,8 +158,8 @@ def export_weights(checkpoint: str | Path, path: str | Path) -> None:
     Vectors stay in single precision: variances of BatchNorm may be too small for a half.
     """
     state = load_checkpoint(checkpoint)
-    model = {k: v.half() if v.ndim > 1 else v for k, v in state["model"].items()}
-    save_checkpoint(path, {**{k: state[k] for k in ("format", "parameters", "model_config")}, "model": model})
+    kept = {"format": FORMAT, "parameters": state["parameters"], "model_config": state["model_config"]}
+    save_checkpoint(path, {**kept, "model": halved(state["model"])})
 
 
 @contextmanager
@@ -156,6 +183,7 @@ def locked(folder: Path, writes: bool = True) -> Iterator[None]:
                 if time.monotonic() >= end:
                     raise RunError(f"out = {str(folder)!r}: another process is running there") from None
                 time.sleep(0.2)
+        sweep(folder)  # nobody else is here: these are of runs that were killed
         yield
 
 
@@ -180,7 +208,10 @@ def certificate_of(record: dict) -> Certificate:
         return [restore(v) for v in value] if isinstance(value, list) else value
 
     names = Certificate.__dataclass_fields__
-    return Certificate(**restore({k: v for k, v in record["certificate"].items() if k in names}))
+    try:
+        return Certificate(**restore({k: v for k, v in record["certificate"].items() if k in names}))
+    except (KeyError, TypeError, AttributeError) as e:
+        raise RunError(f"the record holds no certificate of this version ({e})") from None
 
 
 def matches_config(record: dict, cfg: RunConfig) -> bool:
@@ -252,6 +283,32 @@ def peak_memory(device: torch.device) -> dict:
     return found
 
 
+def halved(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights as :func:`export_weights` keeps them."""
+    return {k: v.half() if v.ndim > 1 else v for k, v in state.items()}
+
+
 def weights_sha256(model: nn.Module) -> str:
-    """One hash over all parameters and buffers: equal hashes, equal models, bit by bit."""
+    """One hash over all parameters and buffers: equal hashes, equal models, bit by bit.
+
+    Hashed are, in the order of their names in the ``state_dict``, the name and the bytes of each tensor, on the CPU, row by row.
+    """
     return fingerprint(model)
+
+
+def half_sha256(model: nn.Module) -> str:
+    """The same hash of the weights as :func:`export_weights` keeps them, in half precision."""
+    return fingerprint(_Weights(halved(model.state_dict())))
+
+
+class _Weights:
+    """Tensors by name, for :func:`lipmdeq.certificate.fingerprint`."""
+
+    def __init__(self, state: dict[str, torch.Tensor]):
+        self.state_dict = lambda: state
+
+
+def describes(record: dict, state: dict[str, torch.Tensor]) -> bool:
+    """Whether these weights, full or in half precision, are those of the record."""
+    known = {record.get("weights_sha256"), record.get("half_sha256")} - {None}
+    return fingerprint(_Weights(state)) in known

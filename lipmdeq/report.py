@@ -12,6 +12,7 @@ from lipmdeq.runconfig import RunConfig
 if TYPE_CHECKING:
     from lipmdeq.certificate import Certificate
     from lipmdeq.data import Dataset
+    from lipmdeq.depth import Depth
     from lipmdeq.parallel import World
     from lipmdeq.training import Run
 
@@ -51,11 +52,11 @@ def guarantee(proof: Certificate, claimed: float | None) -> str:
             f"{mode} mode: {verdict}, L <= {r['perron']:.4g} (Perron), {r['frobenius']:.4g} (Frobenius)"
         )
     if claimed is not None:
-        out.append(f"hyperparameters alone, train mode, Frobenius: L <= {claimed:.4g}")
+        out.append(f"by the configuration alone, for all weights, train mode: L <= {claimed:.4g}")
     return "; ".join(out)
 
 
-def make_record(run: Run, proof: Certificate) -> dict:
+def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
     """The record of a finished run. Accuracy and evaluations are those of the last epoch.
 
     ``nfe_…`` counts evaluations in a solve, ``calls_train_forward`` also those that only attach the graph (for the phantom
@@ -82,7 +83,7 @@ def make_record(run: Run, proof: Certificate) -> dict:
     weights = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     data = run.data
-    return {
+    record = {
         "format": records.FORMAT,
         "scale": scale_text(cfg, data, weights, run.world),
         "command": cfg.command(),
@@ -94,17 +95,20 @@ def make_record(run: Run, proof: Certificate) -> dict:
             "size": data.size, "sha256": data.sha256,
         },
         "result": result,
-        "guarantee": guarantee(proof, model.cfg.spec().L("reported") if model.cfg.is_lipschitz else None),
+        "guarantee": guarantee(proof, model.cfg.claimed),
         "history": run.history,
         "traces": run.traces,
         "certificate": proof.to_dict(),
+        "depth": depth.to_dict(),
         "weights_sha256": records.weights_sha256(model),
+        "half_sha256": records.half_sha256(model),
         "code": {"commit": run.past["commits"][-1], "commits": run.past["commits"]},
         "versions": records.versions(),
         "machine": {**records.machine(run.world.device), "processes": run.world.size, "threads": cfg.threads},
         "started": run.past["started"],
         "finished": records.now(),
     }  # fmt: skip
+    return records.seal(record)
 
 
 class Summary:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lipmdeq.runconfig import RunConfig, RunError
+from lipmdeq.seal import read_record, read_sealed
 
 TABLES = ("table1", "table2", "table3", "figure4")
 # Rows that stand in two tables are run once.
@@ -121,10 +121,8 @@ def promised(config: RunConfig) -> float:
     if config.model == "mdeq":
         return math.inf
     spec = LipschitzSpec(config.a, config.c, config.gamma, config.alpha1, config.alpha2, config.n, config.p)
-    if config.ablation is None:
-        return spec.L("reported")
-    row, _, how = config.ablation.partition("-")
-    return spec.ablation(row, weights=how or "mean").L("reported")
+    ops = spec.operations() if config.ablation is None else spec.ablation(config.ablation)
+    return ops.L("reported")
 
 
 # ------------------------------------------------------------------ reading
@@ -138,8 +136,6 @@ def _seed(path: Path) -> int:
 
 def _read(path: Path, config: RunConfig) -> dict:
     """A record that is whole and was made with this configuration; else one sentence that names the file."""
-    from lipmdeq.records import read_record
-
     record = read_record(path)
     try:
         for key in (*PROVED, *list(HEADS)[:5]):
@@ -149,6 +145,8 @@ def _read(path: Path, config: RunConfig) -> dict:
             get(record)
     except (KeyError, TypeError) as e:
         raise RunError(f"{path} is not a record of a finished run ({e} is missing)") from None
+    if record["seed"] != config.seed:
+        raise RunError(f"{path} is the record of seed {record['seed']!r}: rename it or delete it")
     made = RunConfig.from_mapping(record["parameters"]).identity()
     for name, value in config.identity().items():
         if made[name] != value:
@@ -161,13 +159,39 @@ def _read(path: Path, config: RunConfig) -> dict:
 
 def _times(path: Path) -> dict:
     """The benchmark of trained models: rows of Table 1 under "rows", of other tables under their names."""
+    found = read_sealed(path, "a benchmark of trained models")
     try:
-        found = json.loads(path.read_text("utf8"))
         for group in ("rows", *TABLES):
             for row in found.get(group, {}).values():
                 float(row["speedup"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise RunError(f"{path} is not a benchmark of trained models ({type(e).__name__}: {e})") from None
+    return found
+
+
+def read_paper(path: Path, table: str) -> dict:
+    """One table of results/paper.yaml: title, setting and the rows' names and numbers; else one sentence that names the file."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text("utf8"))[table]
+        texts = [found["title"], found["setting"], *(row["name"] for row in found["rows"].values())]
+        numbers = [v for row in found["rows"].values() for k, v in row.items() if k != "name"]
+    except OSError as e:
+        raise RunError(f"{path} cannot be read ({e.strerror})") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        why = " ".join(str(e).split()) or type(e).__name__
+        raise RunError(f"{path} is not YAML ({why})") from None
+    except (KeyError, TypeError, AttributeError, IndexError) as e:
+        raise RunError(
+            f"{path} does not hold title, setting and rows of {table} ({type(e).__name__}: {e})"
+        ) from None
+    for value in texts:
+        if not isinstance(value, str):
+            raise RunError(f"{path}: {table}: {value!r} must be text")
+    for value in numbers:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise RunError(f"{path}: {table}: {value!r} must be a number")
     return found
 
 
@@ -180,6 +204,8 @@ def read_rows(table: str, protocol: str, root: Path, printed: dict[str, dict]) -
         where = f"{table}/{name}"
         shared = SHARED.get(where, where)
         path = root / "configs" / protocol / f"{where}.yaml"
+        if not path.is_file():  # a protocol may do without a row; tests say which
+            continue
         homes = (root / "results" / protocol / home for home in (shared, where))
         paths = {_seed(p): p for home in homes for p in home.glob("seed*.json")}
         records = [_read(p, RunConfig.from_yaml(path, seed=seed)) for seed, p in sorted(paths.items())]

@@ -7,7 +7,9 @@ opening the data is refused here, in one sentence that names the parameter, its 
 
 from __future__ import annotations
 
+import ast
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Real
@@ -15,9 +17,14 @@ from pathlib import Path
 
 from lipmdeq.constants import check_choice, check_range, check_whole
 
-PRESETS = ("digits", "cpu", "cpu-imagenet", "paper-cifar10", "paper-imagenet", "mdeq-tiny")
-ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S7")
+PRESETS = ("digits", "cpu", "cpu32", "cpu-imagenet", "paper-cifar10", "paper-imagenet", "mdeq-tiny")
+ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S6-sum", "S7", "S7-sum")
 BOOKKEEPING = ("out", "data_root")  # do not change any number of a run
+TEXT, NAME = 1000, 255  # longest text, in characters, and longest name in a path, in bytes
+FAMILIES = {  # what parameters are where nothing is said
+    "paper": {"a": 0.4, "alpha2": 0.3, "p": 0.3, "injection": "first"},
+    "potential": {"alpha2": 0.5, "p": 0.0, "injection": "all"},
+}
 LIPSCHITZ = ("a", "c", "gamma", "alpha1", "alpha2")  # have no meaning for the baseline MDEQ
 
 
@@ -39,8 +46,10 @@ class RunError(OneSentence, RuntimeError):
 Check = Callable[[str, object], object]
 
 
-def number(low: float = 0.0, high: float = float("inf"), ends: str = "()") -> Check:
-    def check(name: str, value: object) -> float:
+def number(low: float = 0.0, high: float = float("inf"), ends: str = "()", none: bool = False) -> Check:
+    def check(name: str, value: object) -> float | None:
+        if none and value is None:
+            return None
         if isinstance(value, bool) or not isinstance(value, Real):
             allowed = f"{ends[0]}{low:g}, {high:g}{ends[1]}"
             raise ValueError(f"{name} = {value!r}: must be a number in {allowed}")
@@ -81,13 +90,42 @@ def _flag(name: str, value: object) -> bool:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str | Path):
-        raise ValueError(f"{name} = {value!r}: must be text")
-    return str(value)
+        raise ValueError(f"{name} = {_short(value)}: must be text")
+    text = str(value)
+    try:
+        parts = [len(part.encode("utf-8")) for part in text.split("/")]
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} = {text!r}: must be text in UTF-8") from None
+    if "\0" in text:
+        raise ValueError(f"{name} = {text!r}: must be text without a NUL character")
+    if max(parts) > NAME:
+        raise ValueError(f"{name} = {_short(text)}: must be at most {NAME} bytes long between two slashes")
+    return text
+
+
+def _short(value: object) -> str:
+    """A value as it is written in Python, shortened where it would fill the screen."""
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print the largest
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:100]}… ({len(text)} characters)"
+
+
+def _bounded(name: str, value: object) -> None:
+    """Refuse what no parameter can be, before a check would print all of it."""
+    if isinstance(value, str | Path) and len(str(value)) > TEXT:
+        raise ValueError(f"{name} = {_short(str(value))}: must be at most {TEXT} characters long")
+    if isinstance(value, int) and value.bit_length() > 1000:
+        raise ValueError(f"{name} = {_short(value)}: is too large for any parameter")
+    if isinstance(value, list | tuple | set | dict) and len(value) > TEXT:
+        raise ValueError(
+            f"{name} = {type(value).__name__} of {len(value)} entries: must be at most {TEXT} long"
+        )
 
 
 def _device(name: str, value: object) -> str:
     plain = isinstance(value, str) and value in ("auto", "cpu", "cuda")
-    if not plain and not (isinstance(value, str) and value[:5] == "cuda:" and value[5:].isdecimal()):
+    if not plain and not (isinstance(value, str) and re.fullmatch("cuda:(0|[1-9][0-9]{0,2})", value)):
         raise ValueError(f"{name} = {value!r}: must be one of auto, cpu, cuda, cuda:0, cuda:1, …")
     return value
 
@@ -100,6 +138,16 @@ def _epochs(name: str, value: object) -> tuple[int, ...]:
         return tuple(sorted({check_whole(name, v, 0) for v in items}))
     except ValueError:
         raise ValueError(f"{name} = {value!r}: must be a list of whole numbers from 0 to epochs") from None
+
+
+def _strides(name: str, value: object) -> tuple[int, int] | None:
+    if isinstance(value, str):  # papermill -p stem_strides 1,2
+        value = [int(v) if v.strip().isdecimal() else v for v in value.strip("[] ").split(",")]
+    if value is not None and not (
+        isinstance(value, list | tuple) and len(value) == 2 and set(value) <= {1, 2}
+    ):
+        raise ValueError(f"{name} = {value!r}: must be two numbers, each 1 or 2, or None")
+    return None if value is None else tuple(value)
 
 
 def _par(default: object, check: Check, text: str) -> object:
@@ -119,55 +167,85 @@ class RunConfig:
     ablation: str | None = _par(
         None, choice(*ABLATIONS, none=True), "undo one modification: S1, …, S7 (Table 2)"
     )
-    a: float = _par(0.4, number(0, 1, "(]"), "slope of SReLU, in (0, 1]; a to alpha2: not for mdeq")
-    c: float = _par(2.0, number(), "bound on the norm of every convolution of f, > 0")
-    gamma: float = _par(1.0, number(), "bound on |γ| of the norms of f, > 0")
+    block: str | None = _par(
+        None,
+        choice("paper", "potential", none=True),
+        "paper or potential (the certified family); None: paper if a is given",
+    )
+    tau: float = _par(0.9, number(0, 1), "Lipschitz constant of f with the block potential, in (0, 1)")
+    a: float | None = _par(
+        None, number(0, 1, "(]", none=True), "slope of SReLU, in (0, 1]: the paper's block"
+    )
+    c: float = _par(2.0, number(0, 1e6, "(]"), "bound on the norm of every convolution of f, > 0")
+    gamma: float = _par(1.0, number(0, 1e6, "(]"), "bound on |γ| of the norms of f, > 0")
     alpha1: float = _par(0.5, number(0, 1), "convex mix in the residual block, in (0, 1)")
-    alpha2: float = _par(0.3, number(0, 1), "convex mix in the fusion, in (0, 1)")
-    n: int | None = _par(None, whole(none=True), "number of resolutions; None: those of the preset")
-    p: float = _par(0.3, number(0, 1, "[)"), "dropout rate, in [0, 1)")
+    alpha2: float | None = _par(None, number(0, 1, none=True), "convex mix in the fusion, in (0, 1)")
+    n: int | None = _par(None, whole(1, 64, none=True), "number of resolutions; None: those of the preset")
+    p: float | None = _par(None, number(0, 1, "[)", none=True), "dropout rate, in [0, 1)")
+    expansion: int | None = _par(
+        None, whole(none=True, high=64), "hidden channels over channels in a residual layer"
+    )
+    injection: str | None = _par(
+        None, choice("first", "all", none=True), "branches that the image enters: first (the paper) or all"
+    )
+    stem_strides: tuple[int, int] | None = _par(
+        None, _strides, "strides of the stem's two convolutions; None: the preset's"
+    )
+    stem_channels: int | None = _par(None, whole(none=True, high=4096), "channels of the stem")
     # how the equilibrium and its gradient are found
-    method: str = _par("implicit", choice("implicit", "jfb", "phantom"), "gradient: implicit, jfb or phantom")
+    method: str = _par(
+        "implicit",
+        choice("implicit", "jfb", "phantom", "unrolled"),
+        "gradient: implicit, jfb, phantom or unrolled",
+    )
+    steps: int = _par(3, whole(high=1000), "applications of f in an explicit network, method unrolled")
     jacobian_weight: float = _par(0.0, number(0, ends="[)"), "weight of Jacobian regularisation, 0: off")
     solver: str = _par(
         "anderson", choice("anderson", "picard", "broyden"), "anderson, picard or broyden, both ways"
     )
     tol: float = _par(1e-3, number(), "relative residual at which a solve stops, > 0")
-    max_forward: int = _par(18, whole(), "largest number of evaluations of f in a forward solve")
-    max_backward: int = _par(20, whole(), "largest number of evaluations in a backward solve")
-    phantom_steps: int = _par(5, whole(), "steps of the phantom gradient")
+    max_forward: int = _par(18, whole(1, 10_000), "largest number of evaluations of f in a forward solve")
+    max_backward: int = _par(20, whole(1, 10_000), "largest number of evaluations in a backward solve")
+    phantom_steps: int = _par(5, whole(1, 1000), "steps of the phantom gradient")
     phantom_damping: float = _par(0.5, number(0, 1, "(]"), "damping of the phantom gradient, in (0, 1]")
     train_stem: bool = _par(True, _flag, "False: the stem keeps its random weights")
     # data
     data: str = _par("digits", _text, "digits, cifar10, tiny-imagenet-25, imagenet or a folder of data_root")
     data_root: str = _par("data", _text, "folder of the data sets")
-    train_images: int | None = _par(None, whole(none=True), "number of training images; None: all")
-    val_images: int = _par(0, whole(0), "number of training images set aside for validation")
-    test_images: int | None = _par(None, whole(none=True), "number of test images; None: all")
-    resolution: int | None = _par(None, whole(none=True), "image size; None: that of the data set")
+    train_images: int | None = _par(None, whole(1, 10**9, none=True), "number of training images; None: all")
+    val_images: int = _par(0, whole(0, 10**9), "number of training images set aside for validation")
+    test_images: int | None = _par(None, whole(1, 10**9, none=True), "number of test images; None: all")
+    resolution: int | None = _par(None, whole(1, 4096, none=True), "image size; None: that of the data set")
     eval_split: str = _par("test", choice("test", "val"), "what is evaluated: test or val")
-    eval_every: int = _par(1, whole(), "epochs between evaluations; the last epoch always has one")
+    eval_every: int = _par(1, whole(1, 10**6), "epochs between evaluations; the last epoch always has one")
     # optimisation
-    epochs: int = _par(4, whole(), "passes over the training images")
-    batch: int = _par(32, whole(2), "images per step, over all processes")
-    lr: float = _par(4e-3, number(), "first learning rate of Adam; cosine to 1e-6")
+    epochs: int = _par(4, whole(1, 10**6), "passes over the training images")
+    batch: int = _par(32, whole(2, 10**6), "images per step, over all processes")
+    lr: float = _par(4e-3, number(), "largest learning rate of Adam; cosine to 1e-6")
+    warmup: float = _par(0.0, number(0, 1, "[)"), "share of the steps in which the rate rises to lr")
+    label_smoothing: float = _par(0.0, number(0, 1, "[)"), "share of the target spread over all classes")
+    prove_every: int = _par(
+        50, whole(1, 10**9), "steps between proofs that all norms are at most c; 1: each step"
+    )
     seed: int = _par(0, whole(0, 2**32 - 1), "decides everything random; same seed, same numbers")
     # the machine
     device: str = _par("auto", _device, "auto (a GPU if there is one), cpu, cuda or cuda:<number>")
-    threads: int = _par(1, whole(), "threads of one process on the CPU")
+    threads: int = _par(1, whole(1, 1024), "threads of one process on the CPU")
     precision: str = _par("float32", choice("float32", "tf32", "bfloat16"), "float32, tf32 or bfloat16")
     compile: bool = _par(False, _flag, "True: compile f with torch.compile")
     # what is kept
     out: str = _par("", _text, "folder of the run; empty: nothing is kept")
-    checkpoint_every: int = _par(100, whole(), "steps between checkpoints")
+    checkpoint_every: int = _par(100, whole(1, 10**9), "steps between checkpoints")
     trace_epochs: tuple[int, ...] = _par((), _epochs, "epochs after which residual traces are recorded")
 
     def __post_init__(self) -> None:
         try:
             for f in fields(self):
+                _bounded(f.name, getattr(self, f.name))
                 object.__setattr__(self, f.name, f.metadata["check"](f.name, getattr(self, f.name)))
         except ValueError as e:
             raise ParameterError(str(e)) from None
+        self._settle()
         if self.ablation is not None and self.model == "mdeq":
             raise ParameterError(f"ablation = {self.ablation!r}: must be None for model = 'mdeq'")
         if self.compile and self.jacobian_weight:
@@ -181,6 +259,20 @@ class RunConfig:
                 f"trace_epochs = {list(self.trace_epochs)}: must be whole numbers from 0 to epochs = {self.epochs}"
             )
 
+    def _settle(self) -> None:
+        """What None stands for, so a record leaves nothing open: the paper's block if a, an ablation or MDEQ is asked for."""
+        paper = self.model == "mdeq" or self.a is not None or self.ablation is not None
+        block = self.block or ("paper" if paper else "potential")
+        if block == "potential" and paper:
+            what = next(n for n in ("a", "ablation", "model") if getattr(self, n) not in (None, "lipschitz"))
+            raise ParameterError(
+                f"{what} = {getattr(self, what)!r}: belongs to block = 'paper'; must be left out for block = 'potential'"
+            )
+        object.__setattr__(self, "block", block)
+        for name, value in FAMILIES[block].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> RunConfig:
         """From names and values; an unknown name raises :class:`ParameterError`."""
@@ -189,8 +281,9 @@ class RunConfig:
             if name not in names:
                 near = difflib.get_close_matches(str(name), names, 1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
+                shown = _short(name)[1:-1] if isinstance(name, str) else name
                 raise ParameterError(
-                    f"{name} = {value!r}: not a parameter{hint}; must be one of {', '.join(names)}"
+                    f"{shown} = {_short(value)}: not a parameter{hint}; must be one of {', '.join(names)}"
                 )
         return cls(**values)
 
@@ -198,12 +291,17 @@ class RunConfig:
     def from_namespace(cls, namespace: Mapping[str, object]) -> RunConfig:
         """From the variables of a notebook: every plain value among them must be a parameter.
 
-        papermill only warns about names that the notebook does not have, and passes them on as variables.
+        papermill only warns about names that the notebook does not have, and passes them on as variables. What the cells
+        before the first call assigned counts in any case: a later import may have taken the name, IPython may hide it.
         """
+        names = {f.name for f in fields(cls)}
         plain = (str, int, float, bool, list, tuple, type(None))
-        return cls.from_mapping(
-            {k: v for k, v in namespace.items() if k[:1] != "_" and k != "In" and isinstance(v, plain)}
-        )
+        found = {
+            k: v
+            for k, v in namespace.items()
+            if k in names or (k[:1] != "_" and k != "In" and isinstance(v, plain))
+        }
+        return cls.from_mapping({**_assigned(namespace.get("In", []), names), **found})
 
     @classmethod
     def from_yaml(cls, path: str | Path, **changes: object) -> RunConfig:
@@ -211,11 +309,12 @@ class RunConfig:
         import yaml
 
         try:
-            values = yaml.safe_load(Path(path).read_text())
+            values = yaml.safe_load(Path(path).read_text("utf8"))
         except OSError as e:
-            raise ParameterError(f"config = {str(path)!r}: cannot be read ({e.strerror})") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as e:
-            raise ParameterError(f"config = {str(path)!r}: is not YAML ({str(e).splitlines()[0]})") from None
+            raise ParameterError(f"config = {_short(str(path))}: cannot be read ({e.strerror})") from None
+        except (yaml.YAMLError, ValueError, RecursionError) as e:
+            why = (str(e).splitlines() or [type(e).__name__])[0]
+            raise ParameterError(f"config = {_short(str(path))}: is not YAML ({why})") from None
         if not isinstance(values, dict):
             raise ParameterError(f"config = {str(path)!r}: must be lines of the form name: value")
         return cls.from_mapping({**values, **changes})
@@ -226,7 +325,7 @@ class RunConfig:
 
     def to_dict(self) -> dict:
         """Names and plain values, as JSON and YAML can hold them."""
-        return {**asdict(self), "trace_epochs": list(self.trace_epochs)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     def identity(self) -> dict:
         """The parameters that decide the numbers: two runs with equal ones are the same run."""
@@ -244,8 +343,33 @@ class RunConfig:
 
     def model_changes(self) -> dict:
         """Keyword arguments for :func:`lipmdeq.model.configure`."""
-        names = ("p", "n") if self.model == "mdeq" else (*LIPSCHITZ, "p", "n")
+        names = ["p", "n", "injection", "block"]
+        names += [k for k in ("expansion", "stem_strides", "stem_channels") if getattr(self, k) is not None]
+        if self.model == "lipschitz":
+            names += LIPSCHITZ if self.block == "paper" else ("tau", "alpha2")
         return {k: getattr(self, k) for k in names}
+
+
+def _assigned(cells: object, known: set[str]) -> dict[str, object]:
+    """Names that are no parameter, and their values, from the sources of the cells before the first `from_namespace`."""
+    if not isinstance(cells, list) or not all(isinstance(source, str) for source in cells):
+        return {"In": cells}
+    found = {}
+    for source in cells:
+        if "from_namespace" in source:
+            break
+        try:
+            lines = ast.parse(source).body
+        except (SyntaxError, ValueError, RecursionError):
+            continue  # a cell that failed, so nothing came of it
+        for line in (x for x in lines if isinstance(x, ast.Assign | ast.AnnAssign) and x.value is not None):
+            targets = line.targets if isinstance(line, ast.Assign) else [line.target]
+            for name in (t.id for t in targets if isinstance(t, ast.Name) and t.id not in known):
+                try:
+                    found[name] = ast.literal_eval(line.value)
+                except ValueError:
+                    found[name] = ast.unparse(line.value)
+    return found
 
 
 def _shell(value: object) -> str:

@@ -36,7 +36,10 @@ from .constants import (
 from .matrices import frobenius, perron, spectral
 
 READINGS = ("printed", "reported", "spectral", "perron")
-ABLATIONS = ("S1", "S2", "S3", "S4", "S5", "S6", "S7", "MDEQ")
+# Rows of the paper's ablation table. A name says what f does, here, in `lipmdeq.model` and in configurations alike: S4, S6
+# and S7 fuse with weights that sum to one, with "-sum" every weight is one. The authors' code ran S4, S6-sum and S7-sum;
+# the paper's text describes S4-sum, S6 and S7.
+ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S6-sum", "S7", "S7-sum", "MDEQ")
 
 
 @dataclass(frozen=True, eq=False)  # holds an array, which has no plain ==
@@ -215,18 +218,16 @@ class LipschitzSpec:
         eps: float = 1e-5,
         gamma: float = math.inf,
         conv: float = math.inf,
-        weights: str = "sum",
     ) -> Operations:
         """The constants when a change of the paper's ablation table is undone, or all of them ("MDEQ").
 
-        S1 no clip of γ (constant `gamma`), S2 GN for MGN (γ̄/√eps), S3 free convs (constant `conv`), S4 no
-        softmax in the fusion (`weights` "sum" as in the text, or "mean" as in the authors' code), S5/S6/S7
-        plain sums for the first/second/both mixes. "MDEQ": GN, ReLU, plain sums everywhere, while γ and the
-        conv norms are taken to be this spec's gamma and c (MDEQ bounds neither). Without a number for
-        `gamma` (S1) or `conv` (S3) there is no bound: L is infinite.
+        S1 no clip of γ (constant `gamma`), S2 GN for MGN (γ̄/√eps), S3 free convs (constant `conv`), S4 the
+        uniform mean 1/(n−1) for the softmax weights of the fusion, S5/S6/S7 plain sums x + g(x) for the
+        first/second/both mixes. "-sum" behind S4, S6 or S7: every weight of the fusion is one. "MDEQ": GN,
+        ReLU, plain sums everywhere, while γ and the conv norms are taken to be this spec's gamma and c (MDEQ
+        bounds neither). Without a number for `gamma` (S1) or `conv` (S3) there is no bound: L is infinite.
         """
-        check_choice("row", row, ABLATIONS)
-        check_choice("weights", weights, ("sum", "mean"))
+        check_choice("ablation", row, ABLATIONS)
         ops = self.operations(train)
         everything = row == "MDEQ"
         changes: dict = {}
@@ -237,12 +238,13 @@ class LipschitzSpec:
             changes |= {"norm": lip_gn(ops.norm, eps), "post_norm": lip_gn(ops.post_norm, eps)}
         if row == "S3":
             changes = dict.fromkeys(("conv", "conv_residual", "conv_down"), conv)
-        if row == "S4" or everything:
-            share = 1.0 if weights == "sum" or everything else 1 / max(self.n - 1, 1)
+        undone, _, fusion = row.partition("-")
+        if undone == "S4" or fusion == "sum" or everything:
+            share = 1 / max(self.n - 1, 1) if row == "S4" else 1.0
             changes["weights"] = share * (1 - np.eye(self.n))
-        if row in ("S5", "S7") or everything:
+        if undone in ("S5", "S7") or everything:
             changes["mix1"] = (1.0, 1.0)
-        if row in ("S6", "S7") or everything:
+        if undone in ("S6", "S7") or everything:
             changes["mix2"] = (1.0, 1.0)
         if everything:
             changes["act"] = lip_relu()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -27,6 +28,7 @@ from lipmdeq.rows import (
     Value,
     over_seeds,
     promised,
+    read_paper,
     read_rows,
 )
 
@@ -162,6 +164,18 @@ class Table:
             writer.writerow([*cells, f"{promised(row.config):.6g}"])
         return out.getvalue()
 
+    def texts(self) -> dict[str, str]:
+        """The table's files: from their names to what is in them."""
+        return {
+            f"{self.name}.md": self.markdown() + "\n" + self.certificates().markdown(),
+            f"{self.name}.csv": self.csv(),
+        }
+
+    def is_written(self, folder: str | Path) -> bool:
+        """Whether the table's files in ``folder`` are what the records give now."""
+        files = {Path(folder, name): text for name, text in self.texts().items()}
+        return all(path.exists() and path.read_text("utf8") == text for path, text in files.items())
+
     def __repr__(self) -> str:
         return f"{self.title}: {len(self.done)} of {len(self.rows)} rows"
 
@@ -225,13 +239,14 @@ def load(table: str, protocol: str = "cpu", root: str | Path = ".") -> Table:
         protocol: folder of configs/ and results/.
         root: the repository.
     """
-    import yaml
-
     if table not in TABLES:
         raise ValueError(f"table = {table!r}: must be one of {', '.join(TABLES)}")
     root = Path(root)
-    if not (root / "configs" / protocol / table).is_dir():
+    if (
+        not re.fullmatch("[A-Za-z0-9_-]+", str(protocol))
+        or not (root / "configs" / protocol / table).is_dir()
+    ):
         raise ValueError(f"protocol = {protocol!r}: must be a folder of configs/ in {str(root)!r}")
-    paper = yaml.safe_load((root / "results" / "paper.yaml").read_text("utf8"))[table]
+    paper = read_paper(root / "results" / "paper.yaml", table)
     rows = read_rows(table, protocol, root, paper["rows"])
     return Table(table, protocol, paper["title"], paper["setting"], rows)

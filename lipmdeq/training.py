@@ -36,6 +36,7 @@ from lipmdeq.batch import (
 )
 from lipmdeq.certificate import certify
 from lipmdeq.data import DataError, Dataset, load
+from lipmdeq.depth import PROBED, depth
 from lipmdeq.implicit import Implicit
 from lipmdeq.layers import Conv
 from lipmdeq.model import configure
@@ -45,6 +46,7 @@ from lipmdeq.runconfig import ParameterError, RunConfig, RunError
 from lipmdeq.solvers import SolverWarning
 
 DIVERGED = 1000  # times the loss of guessing, ln(classes), beyond which a run is stopped
+DEPTH_IMAGES = 2000  # evaluated images on which the depth report is made
 Log = Callable[[str], None]
 
 
@@ -110,6 +112,14 @@ def open_data(cfg: RunConfig, device: torch.device) -> Dataset:
     return data.to(device)
 
 
+def test_images(cfg: RunConfig, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first test images of a run's data set, (count, C, H, W) and their labels, on the CPU."""
+    if count < 1:
+        raise ParameterError(f"images = {count}: must be a whole number >= 1")
+    data = open_data(cfg.changed(val_images=0, eval_split="test"), torch.device("cpu"))
+    return next(iter(data.test.batches(min(count, len(data.test)))))
+
+
 def new_model(cfg: RunConfig, data: Dataset) -> nn.Module:
     """A model with random weights for the images of a data set."""
     torch.manual_seed(stream(INIT, cfg.seed))
@@ -131,7 +141,7 @@ class Run:
         self.log = log if log is not None and world.writes else (lambda line: None)
         self.data = open_data(cfg, world.device)
         self.model = world.prepare(new_model(cfg, self.data))
-        self.batch = world.wrap(Batch(self.model, world.autocast))
+        self.batch = world.wrap(Batch(self.model, world.autocast, cfg.label_smoothing))
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.adam = torch.optim.Adam(trained, lr=cfg.lr, fused=True)
         self.steps = self.data.train.steps(cfg.batch, drop_last=True)
@@ -154,18 +164,32 @@ class Run:
             return
         state = records.load_checkpoint(self.file)
         records.same_run(self.cfg, state["parameters"], self.out)
+        try:
+            self._restore(state)
+        except records.UNFIT as e:
+            raise records.unfit(self.file, e) from None
+        commit = records.git_commit()
+        if commit not in self.past["commits"]:
+            self.past["commits"].append(commit)
+        if self.epoch < self.cfg.epochs:
+            self.log(f"resumed at epoch {self.epoch + 1}, step {self.step} of {self.steps}")
+
+    def _restore(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
         self.adam.load_state_dict(state["optimizer"])
         self._forget()
         self.epoch, self.step = state["epoch"], state["step"]
         # The sums are those of all processes: one of them goes on with them.
         self.sums = Sums(**state["sums"]) if self.world.writes else Sums()
-        self.history, self.traces, self.past = state["history"], state["traces"], state["past"]
-        commit = records.git_commit()
-        if commit not in self.past["commits"]:
-            self.past["commits"].append(commit)
-        if self.epoch < self.cfg.epochs:
-            self.log(f"resumed at epoch {self.epoch + 1}, step {self.step} of {self.steps}")
+        self.history, self.traces, past = state["history"], state["traces"], state["past"]
+        self.past = {k: past[k] for k in self.past}
+        whole = isinstance(self.epoch, int) and isinstance(self.step, int)
+        if not whole or not 0 <= self.epoch <= self.cfg.epochs or not 0 <= self.step < self.steps:
+            raise ValueError(f"epoch = {self.epoch}, step = {self.step}")
+        if [h["epoch"] for h in self.history] != list(range(1, self.epoch + 1)):
+            raise ValueError("history has other epochs than were run")
+        if [t["epoch"] for t in self.traces] != [e for e in self.cfg.trace_epochs if e <= self.epoch]:
+            raise ValueError("traces have other epochs than were asked for")
 
     def _checkpoint(self) -> None:
         """Save, unless the weights are not finite: the last good checkpoint stays."""
@@ -199,7 +223,7 @@ class Run:
             self.model.adjoint.solver.forget()
         for module in self.model.f.modules():
             if isinstance(module, Conv):
-                module._guard = None
+                module.forget()
 
     def _stop(self, why: str) -> None:
         left = (
@@ -221,7 +245,9 @@ class Run:
         self.world.wait()
         record = None
         if self.world.writes:
-            record = make_record(self, certify(self._copy().eval(), progress=False))
+            model = self._copy().eval()
+            proof = certify(model, x=self._images(PROBED)[0], progress=False)
+            record = make_record(self, proof, depth(model, *self._images(DEPTH_IMAGES), certificate=proof))
             records.write_json(self.out / records.RECORD, record)
         self.world.wait()
         return record or records.read_record(self.out / records.RECORD)
@@ -239,6 +265,7 @@ class Run:
                 bar.update()
                 mark = time.perf_counter()
                 if self.step % cfg.checkpoint_every == 0 and self.step < self.steps:
+                    self._constrain()
                     self._checkpoint()
                     mark = time.perf_counter()
         self._end_of_epoch()
@@ -256,13 +283,17 @@ class Run:
         mark = self._tick("backward", mark)
         self.adam.step()
         mark = self._tick("optimizer", mark)
-        try:
-            self.model.constrain()
-        except ValueError as e:  # a norm of NaN
-            self._stop(str(e))
+        self._constrain(prove=(self.step + 1) % cfg.prove_every == 0)
         self._tick("constrain", mark)
         self.sums.add(ce, logits, y, solution)
         self.step += 1
+
+    def _constrain(self, prove: bool = True) -> None:
+        try:
+            worst = self.model.constrain(prove)
+        except ValueError as e:  # a norm of NaN
+            self._stop(str(e))
+        self.sums.worst_over_c = max(self.sums.worst_over_c, worst)
 
     def _tick(self, what: str, mark: float) -> float:
         self.world.synchronise()
@@ -279,6 +310,7 @@ class Run:
 
     def _end_of_epoch(self) -> None:
         cfg, classes = self.cfg, len(self.data.classes)
+        self._constrain()  # what is evaluated is proved
         start, sums = time.perf_counter(), self.sums.over(self.world)
         self.epoch, self.step, self.sums = self.epoch + 1, 0, Sums()
         row = {"epoch": self.epoch, "train": sums.row(classes, self.ways), cfg.eval_split: None}
@@ -289,10 +321,25 @@ class Run:
                 classes, ("forward",)
             )
             row["seconds"]["evaluation"] = time.perf_counter() - start
+        row["lipschitz"] = {**self._lipschitz(), "worst_over_c": sums.worst_over_c}
         self.history.append(row)
         self._trace(self.epoch)
         self._checkpoint()
         self.log(epoch_line(row, cfg))
+
+    def _lipschitz(self) -> dict:
+        """L as it is proved now, in both modes, and what is measured at a few evaluated images."""
+        if not self.world.writes:
+            return {}
+        x, _ = self._images(PROBED)
+        proof = certify(self._copy().eval(), x=x, random_points=0, progress=False)
+        measured = {"measured": proof.measured_norm, "spectral_radius": proof.spectral_radius}
+        return {"test": proof.test["perron"], "train": proof.train["perron"], **measured}
+
+    def _images(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first images of what is evaluated, with their labels."""
+        split = self.data.val if self.cfg.eval_split == "val" else self.data.test
+        return next(iter(split.batches(min(count, len(split)))))
 
     @property
     def ways(self) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def test_every_public_name_of_the_package_is_described():
 
 def test_the_coverage_table_links_to_descriptions():
     for entry in yaml.safe_load((ROOT / "book" / "coverage.yml").read_text("utf8")):
-        for name in entry["code"]:
+        for name in entry.get("code", []):  # sections have none
             full = api.full_name(name)
             assert full and look_up(full) is not None, name
 
@@ -71,6 +71,25 @@ def test_the_coverage_table_links_to_descriptions():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_lessons_end_with_links_to_what_they_import(path):
     assert api.imported(path)
+
+
+# ---- the bibliography
+
+
+def cited() -> set[str]:
+    """The keys that some page of the book cites."""
+    texts = [path.read_text("utf8") for path in (ROOT / "book").rglob("*.md")]
+    for path in NOTEBOOKS:
+        cells = json.loads(path.read_text("utf8"))["cells"]
+        texts += ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    found = re.findall(r"\{cite(?::\w+)?\}`([^`]+)`", "\n".join(texts))
+    return {key.strip() for keys in found for key in keys.split(",")}
+
+
+def test_every_entry_of_the_bibliography_is_cited_and_every_citation_has_an_entry():
+    keys = re.findall(r"^@\w+\{([^,]+),$", (ROOT / "book" / "references.bib").read_text("utf8"), re.M)
+    assert len(keys) == len(set(keys)) > 60
+    assert set(keys) == cited(), sorted(set(keys) ^ cited())
 
 
 # ---- the address of the repository

@@ -153,9 +153,39 @@ def test_ablations_raise_the_bound():
     assert spec.ablation("S2").L_hat == LipschitzSpec(gamma=1 / math.sqrt(1e-5)).L_hat()
     assert spec.ablation("S5").L() == pytest.approx(2 * base.L())  # alpha1 = 1/2
     assert spec.ablation("S7").L() == pytest.approx(2 * spec.ablation("S6").L())
-    both = {spec.ablation("S4", weights=w).L() for w in ("sum", "mean")}
-    assert len(both) == 2
-    np.testing.assert_allclose(spec.ablation("S4", weights="mean").weights.sum(axis=1), 1)
+
+
+def test_ablations_in_both_readings():
+    """S4, S6, S7: weights that sum to one; with "-sum" every weight is one. M by hand, numbers as golden values."""
+    spec = LipschitzSpec()
+    levels = np.array([[0, 1, 2, 3], [0, 0, 1, 2], [0, 0, 0, 1], [0, 0, 0, 0]])
+    down = 2 * 0.8 ** (np.maximum(levels.T, 1) - 1)  # ca per level, the last one without activation
+    paths = np.where(levels > 0, 2 * 2.0**levels, down) * (1 - np.eye(4))
+    w = np.exp(-levels) * (1 - np.eye(4))
+    w /= w.sum(axis=1, keepdims=True)
+    by_hand = {
+        "S4": 0.7 * np.eye(4) + 0.3 * paths / 3,
+        "S4-sum": 0.7 * np.eye(4) + 0.3 * paths,
+        "S6": np.eye(4) + w * paths,
+        "S6-sum": np.eye(4) + paths,
+    }
+    for row, M in by_hand.items():
+        np.testing.assert_allclose(spec.ablation(row).fusion_matrix(), M, rtol=1e-12)
+    np.testing.assert_array_equal(
+        spec.ablation("S7-sum").fusion_matrix(), spec.ablation("S6-sum").fusion_matrix()
+    )
+    golden = {  # reported, Perron; train mode, a = 0.4
+        "S4": (1.337, 0.9015),
+        "S4-sum": (3.4284, 1.9686),
+        "S6": (2.5049, 2.1692),
+        "S6-sum": (11.2109, 5.8611),
+        "S7": (5.0098, 4.3384),
+        "S7-sum": (22.4218, 11.7222),
+    }
+    for row, values in golden.items():
+        found = [spec.ablation(row).L(way) for way in ("reported", "perron")]
+        assert found == pytest.approx(values, abs=5.1e-5), row
+    assert replace(spec, n=1).ablation("S6-sum").L() == replace(spec, n=1).ablation("S6").L()
 
 
 # ------------------------------------------------------------------------------------------------ properties
@@ -413,7 +443,8 @@ def test_other_numbers_are_accepted():
         lambda: LipschitzSpec().L_tilde(None),
         lambda: LipschitzSpec().fusion_matrix("half"),
         lambda: LipschitzSpec().ablation("S8"),
-        lambda: LipschitzSpec().ablation("S4", weights="max"),
+        lambda: LipschitzSpec().ablation("S4-max"),
+        lambda: LipschitzSpec().ablation("S5-sum"),
         lambda: LipschitzSpec().ablation("S1", gamma=-1),
         lambda: feasible(LipschitzSpec(), "n"),
         lambda: feasible(LipschitzSpec(), "a", target=0),

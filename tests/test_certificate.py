@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from lipmdeq import bounds
-from lipmdeq.certificate import JacobianProbe, certify, mixed_1x1_norm
+from lipmdeq.certificate import JacobianProbe, certify, conv_sizes, mixed_1x1_norm
 from lipmdeq.layers import MGN, Conv
 from lipmdeq.model import build
 
@@ -107,6 +108,20 @@ def test_attack_on_the_parameters(a, train):
             assert now <= getattr(cert, "train" if train else "test")["spectral"]
     assert worst <= limit
     assert worst > 0.02 * limit  # the attack did push: the test can fail
+
+
+def test_small_gamma_without_affine_part():
+    """The post-fusion norm has no γ of its own: the certificate counts min(1, γ̄) there, and f must apply it (S2)."""
+    net = tiny(1.0, channels=(8,), head_channels=(4,), ablation="S2", gamma=0.1, post_affine=False).eval()
+    with torch.no_grad():  # positive maps that hardly vary: the last norm divides by √ε
+        for name, p in net.f.named_parameters():
+            if name.endswith("bias"):
+                p.fill_(1.0 if "norm3" in name else 0.0)
+        net.f.post[0].pair.conv.weight.copy_(1.9 * torch.eye(8)[:, :, None, None])
+    proved = certify(net, measure=False, progress=False).test["spectral"]
+    z, u = state(net, 1)
+    found = JacobianProbe(lambda t: net.f(t, 1e-6 * u), [1e-6 * t for t in z]).norm(50).item()
+    assert 0.1 * proved < found <= proved
 
 
 @pytest.mark.parametrize("a", [0.1, 0.4])
@@ -214,6 +229,55 @@ def test_weights_changed_behind_its_back():
     assert rows["residual.0.conv1"]["norm"] > rows["residual.0.conv1"]["limit"]
 
 
+def set_fusion(net):
+    net.f.fusion.weights[0][1] *= 2
+
+
+CONSTANTS = {
+    "a": lambda net: setattr(net.f.residual[1].act, "a", 0.9),
+    "p": lambda net: setattr(net.f.residual[1].drop, "p", 0.6),
+    "alpha1": lambda net: setattr(net.f.residual[1], "alpha", 0.6),
+    "alpha2": lambda net: setattr(net.f.fusion, "alpha", 0.9),
+    "fusion": set_fusion,
+    "gamma": lambda net: setattr(net.f.residual[1].norm1, "gamma", 2.0),
+    "scale": lambda net: setattr(net.f.post[1].pair.norm, "fixed", 2.0),
+    "groups": lambda net: setattr(net.f.post[1].pair.norm, "groups", 2),
+    "c": lambda net: setattr(net.f.residual[1].conv1, "c", 3.0),
+    "stride": lambda net: setattr(net.f.residual[1].conv1, "stride", 3),
+    "padding": lambda net: setattr(net.f.residual[1].conv1, "padding", 0),
+    "size": lambda net: setattr(net.f.residual[1].conv1, "size", (7, 7)),
+    "up": lambda net: setattr(net.f.fusion.paths["2to1"].up, "scale", 4),
+    "kind": lambda net: setattr(net.f.residual[1].act, "__class__", nn.ReLU),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_changed_behind_its_back(name):
+    """Every number that enters L beside the weights belongs to what was certified."""
+    net = tiny(0.4)
+    cert = certify(net, measure=False, progress=False)
+    assert cert.matches(net) and cert.matches(net.eval())
+    CONSTANTS[name](net)
+    assert not cert.matches(net)
+
+
+def test_a_certificate_without_constants_compares_weights():
+    net = tiny(0.4)
+    cert = replace(certify(net, measure=False, progress=False), constants=None)
+    assert cert.matches(net)
+
+
+def test_modes_are_not_swapped():
+    """Dropout scales in train mode only: its constant is larger there, test mode is the one with L of p = 0."""
+    net = tiny(0.4, p=0.5)
+    cert = certify(net, measure=False, progress=False)
+    assert cert.test["perron"] < cert.train["perron"]
+    for block in net.f.residual:
+        block.drop.p = 0.0
+    calm = certify(net, measure=False, progress=False)
+    assert cert.test["matrix"] == calm.test["matrix"] == calm.train["matrix"]
+
+
 def test_a_certificate_for_a_larger_image_is_larger():
     net = tiny(0.4)
     small, large = (
@@ -225,11 +289,43 @@ def test_a_certificate_for_a_larger_image_is_larger():
         certify(net, 9)
 
 
+@pytest.mark.parametrize("configured", [8, 44, 60])
+def test_map_sizes_are_whole_numbers(configured):
+    """60/44 · 44 is 59.99… in floating point: a map of 59 pixels has a smaller norm than that of 60."""
+    sizes = dict(channels=(8, 8, 8), groups=8, expansion=1, head_channels=(4, 4, 4), head_features=8)
+    net = build("cpu", constrain=False, image_size=configured, **sizes)
+    for size in range(4, 65, 4):
+        found = conv_sizes(net.f, size, configured)
+        for i, block in enumerate(net.f.residual):
+            assert found[block.conv1] == net.cfg.sizes(size)[i]
+        assert found[net.f.fusion.paths["1to3"].pairs[1].conv] == net.cfg.sizes(size)[1]
+    net.f.residual[0].conv1.size = (configured + 1, configured)
+    with pytest.raises(ValueError, match=r"image_size = 62: layer f\.residual\.0\.conv1.* no whole size"):
+        conv_sizes(net.f, 62, configured)
+
+
 def test_free_models_get_a_live_certificate():
     """S1, S3 have no constant by construction; their weights have one. GN's constant is finite and useless."""
     assert math.isfinite(certify(tiny(ablation="S3"), measure=False, progress=False).test["perron"])
     assert certify(tiny(ablation="S2", scale=0.1), measure=False, progress=False).test["perron"] > 100
     assert math.isfinite(certify(build("cpu", "mdeq"), measure=False, progress=False).test["frobenius"])
+
+
+def test_largest_numbers():
+    """An entry of 1e308 has a norm; where the constant overflows there is no certificate, or a sentence with the layer."""
+    net = tiny(0.4)
+    with torch.no_grad():
+        net.f.residual[0].conv1.weight[0, 0, 0, 0] = 1e308
+    cert = certify(net, measure=False, progress=False)
+    assert 1e290 < cert.test["perron"] < math.inf and not cert.certified
+    with torch.no_grad():
+        net.f.post[0].pair.conv.weight.fill_(1e200)
+        net.f.residual[0].norm3.weight.fill_(1e200)
+    assert certify(net, measure=False, progress=False).test["perron"] == math.inf
+    with torch.no_grad():
+        net.f.residual[0].conv1.weight.fill_(1e308)
+    with pytest.raises(ValueError, match=r"layer f\.residual\.0\.conv1: cannot be bounded; norm = "):
+        certify(net, measure=False, progress=False)
 
 
 @pytest.mark.parametrize("what", ["unknown", "subclass", "hook", "nan", "inf", "slope"])

@@ -1,13 +1,14 @@
 """``python -m lipmdeq bound``: the table, the JSON object, one sentence for bad input, and no torch."""
 
 import json
+import math
 import subprocess
 import sys
 
 import pytest
 
 from lipmdeq.__main__ import main
-from lipmdeq.bounds import READINGS, LipschitzSpec, steps
+from lipmdeq.bounds import ABLATIONS, READINGS, LipschitzSpec, steps
 
 
 def run_json(capsys, *options):
@@ -46,6 +47,28 @@ def test_json_not_certified(capsys):
     for change in found["advice"]:
         assert LipschitzSpec(**{"a": 1, change["field"]: change["to"]}).L() < 1
     assert {"a", "c", "gamma"} <= {change["field"] for change in found["advice"]}
+
+
+@pytest.mark.parametrize("row", ABLATIONS)
+def test_ablation(capsys, row):
+    found = run_json(capsys, "-a", "0.3", "--ablation", row)
+    for mode in ("train", "test"):
+        ops = LipschitzSpec(a=0.3).ablation(row, train=mode == "train")
+        for reading in READINGS:
+            L = ops.L(reading)
+            assert found[mode][reading] == (L if math.isfinite(L) else None), (mode, reading)
+            assert found["steps_to"][mode][reading][0] == steps(L, 1e-3)
+    assert found["ablation"] == row and found["certified"] is (
+        found["perron"] is not None and found["perron"] < 1
+    )
+    assert main(["bound", "-a", "0.3", "--ablation", row]) == 0
+    text = capsys.readouterr().out
+    assert f"ablation = {row}\n" in text and "No single change helps" not in text
+
+
+def test_unknown_ablation_is_one_sentence(capsys):
+    assert main(["bound", "--ablation", "S8"]) == 1
+    assert "ablation = 'S8': must be one of S1" in capsys.readouterr().err
 
 
 def test_json_without_a_bound_is_still_json(capsys):

@@ -1,4 +1,5 @@
-"""Every labelled statement of the paper has its lesson, its asserting cell, its code and its unit test."""
+"""Every labelled statement of the paper has its lesson, its asserting cell, its code and its unit test; every section has
+lessons that cover it."""
 
 import ast
 import json
@@ -27,6 +28,42 @@ NUMBERS = {
     "Equation": [f"({k})" for k in range(1, 9)],
     "Figure": list("12345"),
     "Table": list("123"),
+}
+# All sections and appendices with their titles, in the order of the paper (its macros and backslashes removed).
+SECTIONS = """
+1 Introduction
+2 Background & Related Work
+3 Main Results
+3.1 Preliminaries
+3.2 Lipschitz MDEQ Architecture
+3.3 Lipschitz Constant of Lipschitz MDEQ
+3.4 Side Effects in Backward Pass
+4 Numerical Experiments
+4.1 Ablation Study and Discussion
+5 Conclusion
+A Other Related Works
+B Derivation of Lipschitz Constant for Each Operation
+B.1 Normalization
+B.2 Activation Function
+B.3 Dropout
+B.4 Convolution
+B.5 Upsample
+B.6 Backward Pass
+C Additional Experimental Results
+C.1 Experimental Settings and Hyperparameters
+C.2 Comparison of Fixed Point Convergence
+C.3 Experiments on ImageNet
+""".strip().splitlines()
+# The named paragraphs of the two sections on related work: text without a label, so nothing else would notice a gap.
+PARAGRAPHS = {
+    "2": ["Weight-tied Models", "Deep Equilibrium Models", "Theory", "Acceleration Techniques"],
+    "A": [
+        "Other Theory",
+        "Application",
+        "Adversarial Robustness",
+        "Implicit Layers Family",
+        "Lipschitz Networks",
+    ],
 }
 KINDS = {"dfn": "Definition", "lem": "Lemma", "eq": "Equation", "fig": "Figure", "tab": "Table"}
 FIELDS = {"id", "paper", "says", "lesson", "code", "tests"}
@@ -66,6 +103,47 @@ def test_every_label_of_the_paper_is_listed_once():
         listed = [e["paper"].split(" ", 1) for e in ENTRIES if KINDS[e["id"].split(":")[0]] == kind]
         assert [word for word, _ in listed] == [kind] * len(numbers)
         assert sorted(number for _, number in listed) == sorted(numbers)
+
+
+# ---- sections and appendices
+
+
+def section_id(entry: dict) -> str:
+    return f"section-{entry['section']}"
+
+
+def headings(lesson: str) -> list[str]:
+    """The headings of a lesson, without their marks."""
+    text = "\n".join("".join(c["source"]) for c in cells(lesson) if c["cell_type"] == "markdown")
+    return re.findall(r"^#+ (.+)$", text, re.M)
+
+
+def test_every_section_of_the_paper_is_listed_in_order():
+    assert [f"{s['section']} {s['title']}" for s in table.sections()] == SECTIONS
+
+
+def test_every_statement_stands_in_one_section():
+    assert sorted(name for s in table.sections() for name in s["statements"]) == sorted(PAPER)
+
+
+@pytest.mark.parametrize("section", table.sections(), ids=section_id)
+def test_section_is_covered(section):
+    """By lessons that exist, assert something, and hold the statements of the section."""
+    number, lessons = section["section"], section["lessons"]
+    assert set(section) - {"paragraphs"} == {"section", "title", "lessons", "statements"} and lessons
+    for lesson in lessons:
+        assert any(ASSERTS.search("".join(c["source"])) for c in cells(lesson) if c["cell_type"] == "code"), (
+            lesson
+        )
+    homes = {entry["id"]: entry["lesson"] for entry in ENTRIES}
+    assert {homes[name] for name in section["statements"]} <= set(lessons)
+    assert list(section.get("paragraphs", {})) == PARAGRAPHS.get(number, [])
+    for place in section.get("paragraphs", {}).values():
+        lesson, heading = place.split("#")
+        assert lesson in lessons and heading in headings(lesson), place
+
+
+# ---- statements
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=entry_id)

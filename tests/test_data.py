@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 from urllib.error import URLError
 
@@ -371,13 +372,20 @@ def test_fetch_is_idempotent_and_leaves_no_litter(cifar_root, capsys):
 
 
 def test_leftovers_of_a_killed_run_go_after_a_day(cifar_root):
-    for name, age in ((".fetch-old", 90000), (".fetch-new", 0), (".old.part", 90000), (".new.part", 0)):
+    for name, age in ((".fetch-old", 90000), (".fetch-new", 0), (".old.part", 90000), (".killed.part", 0)):
         path = cifar_root / name
         path.write_text("") if name.endswith("part") else path.mkdir()
         os.utime(path, (path.stat().st_mtime - age,) * 2)
     (cifar_root / "cifar10.npz").unlink()
     fetch.fetch("cifar10", cifar_root)
-    assert {p.name for p in cifar_root.glob(".*")} == {".fetch-new", ".new.part"}
+    assert {p.name for p in cifar_root.glob(".*")} == {".fetch-new"}
+    (cifar_root / ".cifar10.npz.1.part").touch()
+    with files.atomic(cifar_root / "other.npz") as part:
+        part.touch()
+        fetch.fetch(
+            "cifar10", cifar_root
+        )  # all is there: the leftovers go nevertheless, but not what is being written
+        assert {p.name for p in cifar_root.glob(".*")} == {".fetch-new", part.name}
 
 
 def test_missing_cifar10_names_the_command(tmp_path):
@@ -454,6 +462,105 @@ def test_file_with_pickled_objects_is_not_opened(cifar_root):
         np.savez(f, train_images=np.array([{}], dtype=object))
     files.checksum_file(path).write_text(hashlib.sha256(path.read_bytes()).hexdigest())
     refused(lambda: load("cifar10", cifar_root), "cannot be read", "make data")
+
+
+def reseal(path: Path) -> None:
+    """The right checksum for whatever stands in the file."""
+    files.checksum_file(path).write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def test_right_checksum_wrong_content(cifar_root):
+    """D15: one sentence for arrays that are missing, of another type or shape, or that do not fit each other; then mended."""
+    path = cifar_root / "cifar10.npz"
+    whole, _ = files.load_npz(path)
+    images, labels = whole["train_images"], whole["train_labels"]
+    cases = [({k: v for k, v in whole.items() if k != name}, f"{name} is missing") for name in whole]
+    cases += [
+        (whole | {"train_images": images.astype(np.float32)}, "train_images has type float32, must be uint8"),
+        (whole | {"train_images": images[:, 0]}, "train_images has shape"),
+        (
+            whole | {"train_images": images[:0], "train_labels": labels[:0]},
+            "train_images has shape (0, 3, 32, 32)",
+        ),
+        (whole | {"train_images": images[..., :16]}, "train_images has shape"),
+        (whole | {"test_images": whole["test_images"][..., :16, :16]}, "test_images has other sizes"),
+        (whole | {"train_labels": labels[:-1]}, "train_labels has shape"),
+        (
+            whole | {"test_labels": whole["test_labels"].astype(float)},
+            "test_labels has type float64, must be int64",
+        ),
+        (whole | {"train_labels": labels - 1}, "train_labels must be from 0 to 9"),
+        (whole | {"train_labels": labels + 1}, "train_labels must be from 0 to 9"),
+        (whole | {"classes": np.arange(10)}, "classes must be a list of two names or more"),
+        (whole | {"classes": np.array("x")}, "classes must be a list"),
+    ]
+    for arrays, message in cases:
+        files.save_npz(path, arrays)
+        refused(lambda: load("cifar10", cifar_root), "cifar10.npz", message, "run `make data`")
+    fetch.fetch("cifar10", cifar_root)
+    assert len(load("cifar10", cifar_root).test) == 10
+
+
+def test_bombs_are_not_unpacked(cifar_root):
+    """D15: compressed entries, shapes and sizes that are not those of the bytes, no archive at all; memory is not asked for."""
+    path = cifar_root / "cifar10.npz"
+    whole, _ = files.load_npz(path)
+
+    def header(shape: tuple[int, ...], dtype: str = "|u1", more: bytes = b"") -> bytes:
+        f = io.BytesIO()
+        np.lib.format.write_array_header_1_0(f, {"descr": dtype, "fortran_order": False, "shape": shape})
+        return f.getvalue() + more
+
+    def archive(content: bytes, kind: int = zipfile.ZIP_STORED) -> bytes:
+        f = io.BytesIO()
+        with zipfile.ZipFile(f, "w", kind) as z:
+            z.writestr("train_images.npy", content)
+        return f.getvalue()
+
+    packed = io.BytesIO()
+    np.savez_compressed(
+        packed, **{k: v for k, v in whole.items() if k != "train_images"}, train_images=np.zeros(10**7, "u1")
+    )
+    single = io.BytesIO()
+    np.save(single, np.zeros(3))
+    lying = bytearray(archive(b"x" * 100))
+    place = lying.rindex(b"PK\x01\x02")
+    lying[place + 20 : place + 28] = (10**9).to_bytes(4, "little") * 2
+    for content, message in (
+        (packed.getvalue(), "its entries are compressed"),
+        (archive(header((10**6, 3, 1000, 1000))), "claims 3000000000000 bytes and has 0"),
+        (archive(header((2**62, 2**62))), "claims"),
+        (archive(header((-5,), more=b"x" * 5)), "claims"),
+        (archive(header((4,), "<f8", b"x" * 31)), "claims 32 bytes and has 31"),
+        (archive(b"\x93NUMPY\x09\x00" + b"x" * 20), "cifar10.npz"),
+        (archive(b"nonsense"), "cifar10.npz"),
+        (bytes(lying), "claim more bytes than the file has"),
+        (single.getvalue(), "cifar10.npz"),
+        (b"", "cifar10.npz"),
+    ):
+        path.write_bytes(content)
+        reseal(path)
+        refused(lambda: load("cifar10", cifar_root), "cifar10.npz", message, "run `make data`")
+        assert not fetch.is_whole(cifar_root, "cifar10")
+
+
+def test_tiny_without_class_names_or_of_several_sizes(tiny_root):
+    """D15: a folder whose SHA256SUMS fits, with other content."""
+    folder = tiny_root / TINY
+    names = folder / "classes.txt"
+    text = names.read_text()
+    for content in (text.splitlines()[0], "no tab", "", None):
+        names.write_text(content) if content is not None else names.unlink()
+        files.write_manifest(folder)
+        (tiny_root / f"{TINY}.npz").unlink(missing_ok=True)
+        refused(
+            lambda: fetch.fetch(TINY, tiny_root), "classes.txt does not name every class", "run `make data`"
+        )
+    names.write_text(text)
+    first = min((folder / "train").rglob("*.JPEG"))
+    first.write_bytes(jpeg(np.random.default_rng(0), size=(32, 32)))
+    files.write_manifest(folder)
+    refused(lambda: fetch.fetch(TINY, tiny_root), "holds images of different sizes", "run `make data`")
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])

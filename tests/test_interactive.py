@@ -4,19 +4,27 @@ The raw html blocks of the two pages are put into a bare page beside the scripts
 the reason, where there is no Chromium; a failure instead if LIPMDEQ_REQUIRE_BROWSER is set.
 """
 
+import json
 import math
 import random
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from lipmdeq import bounds
 from lipmdeq.bounds import ABLATIONS, READINGS, LipschitzSpec, feasible, steps
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
+sys.path.insert(0, str(BOOK / "_ext"))
+
+import interactive  # noqa: E402
+
+LESSONS = {"01_banach": "player", "03_solvers": "player", "09_composition": "explorer"}
 FIELDS = ("a", "c", "gamma", "alpha1", "alpha2", "n", "p")
-pytestmark = pytest.mark.browser
 
 
 def harness(name: str) -> str:
@@ -103,6 +111,7 @@ def settings(count: int, seed: int) -> list[dict]:
     return found
 
 
+@pytest.mark.browser
 def test_numbers_equal_those_of_python(compute_page):
     page = compute_page("explorer")
     chosen = settings(300, seed=7)
@@ -142,6 +151,7 @@ def test_numbers_equal_those_of_python(compute_page):
     assert compared == 300 * 2 * len(READINGS)
 
 
+@pytest.mark.browser
 def test_golden_numbers(compute_page):
     """The table of the review: as printed, as reported, spectral, Perron."""
     page = compute_page("explorer")
@@ -158,6 +168,21 @@ def test_golden_numbers(compute_page):
         assert [seen[name] for name in READINGS] == pytest.approx(values, abs=6e-5, rel=5e-5)
 
 
+@pytest.mark.browser
+def test_every_ablation_can_be_chosen(visit):
+    """The list "undo" offers each row of Python under its own name, and Python code that gives the number shown."""
+    page = visit("explorer")
+    offered = page.eval_on_selector_all("[data-part=undo] option", "nodes => nodes.map(n => n.value)")
+    assert offered == ["none", *ABLATIONS]
+    shown = {}
+    for row in ABLATIONS:
+        page.select_option("[data-part=undo]", row)
+        assert f'.ablation("{row}")' in page.locator("[data-part=python]").text_content()
+        shown[row] = page.evaluate("lipExplorer.compute(lipExplorer.state).L.train.perron")
+    assert shown == pytest.approx({row: LipschitzSpec().ablation(row).L() for row in ABLATIONS}, rel=1e-9)
+
+
+@pytest.mark.browser
 @pytest.mark.parametrize("field", ["a", "c", "gamma", "alpha1", "alpha2", "p"])
 def test_certified_range_equals_that_of_python(compute_page, field):
     page = compute_page("explorer")
@@ -178,6 +203,7 @@ def test_certified_range_equals_that_of_python(compute_page, field):
                 )
 
 
+@pytest.mark.browser
 def test_bad_input_is_refused(compute_page):
     page = compute_page("explorer")
     tell = "s => { try { lipExplorer.compute(s); return 'taken'; } catch (error) { return error.message; } }"
@@ -197,6 +223,7 @@ def cell(page, kind: str, which: str) -> str:
     return page.locator(f'[data-{kind}="{which}"]').inner_text()
 
 
+@pytest.mark.browser
 def test_slider_changes_what_is_shown(visit):
     page = visit("explorer")
     assert (card(page, "reported"), card(page, "perron")) == ("1.0035", "0.8611")
@@ -215,6 +242,7 @@ def test_slider_changes_what_is_shown(visit):
     page.wait_for_function("document.querySelector('#lip-desc').textContent.includes('a = 0.35')")
 
 
+@pytest.mark.browser
 def test_number_is_taken_or_refused(visit):
     page = visit("explorer")
     number = page.locator("[data-number=c]")
@@ -229,6 +257,7 @@ def test_number_is_taken_or_refused(visit):
     assert page.evaluate("lipExplorer.state.c") == 1.234
 
 
+@pytest.mark.browser
 def test_permalink_round_trip(visit):
     first = visit("explorer")
     assert first.evaluate("location.hash") == "", "the address is clean until something changes"
@@ -249,6 +278,7 @@ def test_permalink_round_trip(visit):
     assert first.evaluate("lipExplorer.state") == visit("explorer").evaluate("lipExplorer.state")
 
 
+@pytest.mark.browser
 def test_broken_link_falls_back_to_defaults(visit):
     page = visit("explorer", "#a=9&n=2.5&c=&undo=constructor&constructor=1&mode=x&x=__proto__&p=0.1&tol=5")
     state = page.evaluate("lipExplorer.state")
@@ -261,12 +291,13 @@ def test_broken_link_falls_back_to_defaults(visit):
     }
 
 
+@pytest.mark.browser
 def test_presets_are_the_rows_of_the_paper(visit):
     """Where the paper states L, the reported reading gives it after rounding; the text's example does not."""
     page = visit("explorer")
     presets = page.evaluate("lipExplorer.PRESETS")
     groups = [preset["group"] for preset in presets]
-    assert [sum(g.startswith(f"Table {k}") for g in groups) for k in (1, 2, 3)] == [7, 9, 5]
+    assert [sum(g.startswith(f"Table {k}") for g in groups) for k in (1, 2, 3)] == [7, 12, 5]
     off = []
     for index, preset in enumerate(presets):
         page.select_option("[data-part=preset]", str(index))
@@ -282,6 +313,7 @@ def test_presets_are_the_rows_of_the_paper(visit):
     assert off == ["Section 3: example, a = 0.35"]
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("n", [1, 8])
 def test_matrix_is_shown(visit, n):
     page = visit("explorer", f"#n={n}")
@@ -291,6 +323,7 @@ def test_matrix_is_shown(visit, n):
     assert [float(text) for text in cells.all_inner_texts()] == pytest.approx(list(M), rel=0.25, abs=0.006)
 
 
+@pytest.mark.browser
 def test_what_to_try_on_the_explorer_is_true(visit):
     page = visit("explorer")
     text = (BOOK / "explorer.md").read_text("utf8")
@@ -320,6 +353,7 @@ def test_what_to_try_on_the_explorer_is_true(visit):
 # ---- both pages: who reads, and on what
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("name", ["explorer", "player"])
 @pytest.mark.parametrize("link", ["", "#n=8&undo=S2&scale=2&angle=45"])
 def test_no_sideways_scrolling_on_a_phone(visit, name, link):
@@ -328,6 +362,7 @@ def test_no_sideways_scrolling_on_a_phone(visit, name, link):
     assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize("name", ["explorer", "player"])
 def test_everything_has_a_name(visit, name):
     """Each control has an accessible name, each drawing a title and a description, each id is unique."""
@@ -359,6 +394,7 @@ def run(page, **params) -> dict:
     return page.evaluate("p => window.eqPlayer.run(p)", params)
 
 
+@pytest.mark.browser
 def test_picard_keeps_banachs_promise(compute_page):
     """On a contraction: steps within the bound, residuals below L^k r_0, one fixed point that attracts."""
     page = compute_page("player")
@@ -389,6 +425,7 @@ def test_picard_keeps_banachs_promise(compute_page):
         assert seen["anderson"]["outcome"] == "converged"
 
 
+@pytest.mark.browser
 def test_picard_fails_on_a_rotation_without_contraction(compute_page):
     page = compute_page("player")
     for scale in (1, 1.1, 1.5):
@@ -401,12 +438,14 @@ def test_picard_fails_on_a_rotation_without_contraction(compute_page):
             assert seen["anderson"]["evaluations"] <= 5
 
 
+@pytest.mark.browser
 def test_anderson_with_one_evaluation_is_picard(compute_page):
     page = compute_page("player")
     seen = run(page, m=1)
     assert seen["anderson"]["points"] == seen["picard"]["points"]
 
 
+@pytest.mark.browser
 def test_jacobian_at_the_fixed_point(compute_page):
     """Norm and spectral radius on display against finite differences of f."""
     import numpy as np
@@ -425,6 +464,7 @@ def test_jacobian_at_the_fixed_point(compute_page):
     assert fixed["radius"] == pytest.approx(max(abs(np.linalg.eigvals(J))), rel=1e-6)
 
 
+@pytest.mark.browser
 def test_what_to_try_on_the_player_is_true(visit):
     page = visit("player")
     text = (BOOK / "player.md").read_text("utf8")
@@ -463,6 +503,7 @@ def test_what_to_try_on_the_player_is_true(visit):
     assert nowhere["anderson"]["residuals"] == pytest.approx([math.hypot(1, 0.5)] * 300)
 
 
+@pytest.mark.browser
 def test_step_play_and_pause(visit):
     page = visit("player")
     count = page.locator("[data-part=picard-count]")
@@ -485,6 +526,7 @@ def test_step_play_and_pause(visit):
     assert (count.inner_text(), page.locator("[data-part=end]").is_disabled()) == ("26", True)
 
 
+@pytest.mark.browser
 def test_reduced_motion_shows_the_result_at_once(visit):
     page = visit("player", reduced_motion="reduce")
     page.click("[data-part=back]")
@@ -492,6 +534,7 @@ def test_reduced_motion_shows_the_result_at_once(visit):
     assert page.evaluate("[eqPlayer.state.shown, eqPlayer.state.playing]") == [26, False]
 
 
+@pytest.mark.browser
 def test_start_point_by_mouse_and_keyboard(visit):
     page = visit("player")
     plane = page.locator("[data-part=plane]")
@@ -511,6 +554,7 @@ def test_start_point_by_mouse_and_keyboard(visit):
     assert page.evaluate("[eqPlayer.state.x, location.hash]") == [-2.5, ""]
 
 
+@pytest.mark.browser
 def test_slider_bends_the_map(visit):
     page = visit("player")
     slider = page.get_by_role("slider", name="scale size of the linear part")
@@ -521,3 +565,83 @@ def test_slider_bends_the_map(visit):
     page.keyboard.press("Home")
     assert page.locator("[data-part=L]").inner_text() == "0"
     assert page.locator("[data-part=picard-count]").inner_text() == "2"
+
+
+# ---- inside the lessons
+
+
+def lesson_text(name: str) -> str:
+    cells = json.loads((BOOK.parent / "notebooks" / f"{name}.ipynb").read_text("utf8"))["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def scenes(name: str) -> list[dict]:
+    """The settings of the buttons of a lesson, in their order."""
+    links = re.findall(r'data-try="([^"]*)"', lesson_text(name))
+    return [{key: float(x) for key, x in (pair.split("=") for pair in link.split("&"))} for link in links]
+
+
+@pytest.mark.parametrize(("lesson", "element"), LESSONS.items())
+def test_a_lesson_holds_its_element_once(lesson, element):
+    assert re.findall(r"^```\{interactive\} (\w+)\n```$", lesson_text(lesson), re.M) == [element]
+    assert len(scenes(lesson)) >= 3
+
+
+def test_the_directive_repeats_the_markup_of_the_page(tmp_path):
+    """Rendered by Sphinx alone: the element is in the lesson, with scripts that a page one folder deep finds."""
+    (tmp_path / "notebooks").mkdir()
+    lesson = "# x\n\n```{interactive} player\n```\n"
+    (tmp_path / "notebooks" / "lesson.md").write_text(lesson)
+    (tmp_path / "index.md").write_text("# x\n\n```{toctree}\nnotebooks/lesson\n```\n")
+    (tmp_path / "conf.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(BOOK / '_ext')!r})\nextensions = ['myst_parser', 'interactive']\n"
+        f"html_static_path = [{str(BOOK / '_static')!r}]\nhtml_theme = 'basic'\n"
+    )
+    build = [sys.executable, "-m", "sphinx", "-q", "-b", "html", str(tmp_path), str(tmp_path / "out")]
+    subprocess.run(build, check=True, capture_output=True)
+    page = tmp_path / "out" / "notebooks" / "lesson.html"
+    text = page.read_text("utf8")
+    assert interactive.markup("player") in text and text.count('id="eq-player"') == 1
+    for script in re.findall(r'(?:src|href)="(\.\./_static/(?:interactive|equilibrium|player)[^"]*)"', text):
+        assert (page.parent / script).is_file(), script
+
+
+def test_an_unknown_element_is_refused():
+    with pytest.raises(ValueError, match="interactive piano: must be one of player, explorer"):
+        interactive.markup("piano")
+
+
+@pytest.mark.browser
+def test_what_the_lessons_say_about_the_player_is_true(compute_page):
+    page = compute_page("player")
+    reached, bent, square, weighted = (run(page, **scene) for scene in scenes("01_banach"))
+    assert reached["L"] == bent["L"] == pytest.approx(0.85) and reached["bound"] == bent["bound"] == 64
+    assert (reached["picard"]["steps"], reached["picard"]["evaluations"]) == (64, 65)
+    assert bent["picard"]["evaluations"] == 26
+    assert square["L"] == 1 and square["picard"]["outcome"] == "not converged" and len(square["fixed"]) == 1
+    assert (weighted["L"], weighted["fixed"][0]["radius"]) == pytest.approx((1.2, 0.8))
+    assert (weighted["picard"]["evaluations"], weighted["picard"]["outcome"]) == (50, "converged")
+    first, turn, several = scenes("03_solvers")
+    both = run(page, **first)
+    assert [both[name]["evaluations"] for name in ("picard", "anderson")] == [65, 65]
+    assert run(page, **turn)["picard"]["outcome"] == "not converged"
+    assert [run(page, **{**turn, "m": m})["anderson"]["evaluations"] for m in (3, 2)] == [4, 63]
+    three = run(page, **several)
+    assert len(three["fixed"]) == 3
+    assert [three[name]["evaluations"] for name in ("picard", "anderson")] == [9, 22]
+
+
+def test_what_the_lesson_says_about_the_explorer_is_true():
+    """The explorer's numbers are those of Python, as the tests above show."""
+    paper, little, many = (
+        LipschitzSpec(**{key: int(x) if key == "n" else x for key, x in scene.items()})
+        for scene in scenes("09_composition")
+    )
+    answers = lesson_text("09_composition").split("What you should have seen")[1]
+    assert [round(paper.L(r), 4) for r in ("reported", "spectral", "perron")] == [1.0035, 0.9255, 0.8611]
+    M = little.fusion_matrix()
+    norms = [round(norm(M), 2) for norm in (bounds.frobenius, bounds.spectral, lambda A: bounds.perron(A)[0])]
+    assert norms == [1.98, 1.02, 1.02] and f"{little.L('reported'):.4f}" == "1.0412"
+    assert (f"{many.L('reported'):.3f}", f"{many.L('perron'):.4f}") == ("1.272", "0.9007")
+    for number in (".9255", ".8611", "1.0035", "1.98", "1.0412", "1.272", ".9007"):
+        assert f"${number}$" in answers

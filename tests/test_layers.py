@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipmdeq.blocks import Fusion
+from lipmdeq import blocks, layers
+from lipmdeq.blocks import FixedPointMap, Fusion, PostFusion, ResidualBlock
 from lipmdeq.layers import (
     GN,
     MGN,
@@ -23,6 +24,7 @@ from lipmdeq.layers import (
     VariationalDropout,
     normed,
 )
+from lipmdeq.model import configure
 from lipmdeq.norms import conv_norm
 
 torch.set_default_dtype(torch.float32)
@@ -64,10 +66,13 @@ def test_norms_stay_below_their_constant(seed, scale, kind):
     assert (layer(x) - layer(y)).norm() <= bound * (x - y).norm() * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    "affine, gamma", [(True, 1.0), (False, 1.0), (False, 0.1), (False, 3.0), (False, None)]
+)
 @pytest.mark.parametrize("kind", [GN, MGN])
-def test_norms_reach_their_constant(kind):
+def test_norms_reach_their_constant(kind, affine, gamma):
     """GN at a constant group (variance 0) and MGN anywhere: a zero-sum direction in the channel of the largest |γ|."""
-    layer = norm_layer(kind)
+    layer = norm_layer(kind) if affine else kind(2, 6, False, gamma).double()
     x = torch.full((1, 6, 4, 4), 0.3, dtype=torch.double)
     v = torch.zeros_like(x)
     v[0, 0, 0, 0], v[0, 0, 1, 1] = 1e-7, -1e-7
@@ -303,3 +308,127 @@ def test_norm_of_wide_maps_in_a_solve(shape, form):
 def test_fusion_weights_must_not_vanish():
     with pytest.raises(ValueError, match=r"weights\[0\] = \[0.0, 0.0\]: must be non-zero off the diagonal"):
         Fusion([[None, None], [None, None]], [[0, 0], [1, 0]], None)
+
+
+def every_module(norm):
+    """One of each public module with a norm of this kind, (module, arguments): all classes of layers and blocks."""
+
+    def pair(cin, cout, k, stride=1):
+        return ConvNorm(Conv(cin, cout, k, stride, size=(8, 8)), norm(2, cout))
+
+    x, low, mask = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 4, 4), torch.rand(2, 4).round()
+    floor = torch.rand(2, 4)
+    paths = [[None, UpPath(pair(4, 4, 1), 1)], [DownPath([pair(4, 4, 3, 2)], 0.5), None]]
+    block = ResidualBlock(lambda i, o: Conv(i, o), lambda c: norm(2, c), 4, 2, 0.5, 0.3, 0.5)
+    kind = "mgn" if norm is MGN else "gn"
+    cfg = configure("cpu", n=2, channels=(4, 4), image_size=8, groups=2, expansion=2, norm=kind)
+    return [
+        (norm(2, 4), (x,)),
+        (norm(2, 4, affine=False), (x,)),
+        (Conv(4, 4), (x,)),
+        (SReLU(0.5), (x,)),
+        (SReLU(1.0), (x,)),
+        (VariationalDropout(0.3), (x, mask)),
+        (Up(2), (x,)),
+        (Chain(norm(2, 4), SReLU(0.5)), (x,)),
+        (pair(4, 4, 3), (x,)),
+        (DownPath([pair(4, 4, 3, 2), pair(4, 4, 3, 2)], 0.5), (x,)),
+        (UpPath(pair(4, 4, 1), 1), (low,)),
+        (block, (x,)),
+        (block, (x, torch.randn_like(x), mask)),
+        (PostFusion(pair(4, 4, 1), 0.5), (x,)),
+        (PostFusion(pair(4, 4, 1), 0.5), (x, floor, 0.7)),
+        (Fusion(paths, [[0, 1], [1, 0]], 0.3), ([x, low],)),
+        (FixedPointMap(cfg), ([x, low], torch.randn_like(x), [mask, None])),
+    ]
+
+
+def tensors(tree):
+    """All tensors of nested lists and tuples."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [t for part in tree for t in tensors(part)] if isinstance(tree, list | tuple) else []
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("form", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("norm", [GN, MGN])
+def test_no_module_touches_its_input(norm, form, mode):
+    """Every public module, with and without a graph: input untouched, two calls with equal values."""
+    torch.manual_seed(0)
+    seen = {GN, MGN}
+    for module, arguments in every_module(norm):
+        seen.add(type(module))
+        for t in tensors(arguments):
+            if t.dim() == 4:
+                t.data = t.contiguous(memory_format=form)
+        before = [t.clone() for t in tensors(arguments)]
+        with mode():
+            first = [t.clone() for t in tensors(module(*arguments))]
+            second = tensors(module(*arguments))
+        for a, b in zip(before, tensors(arguments), strict=True):
+            assert torch.equal(a, b), type(module).__name__
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(a, b), type(module).__name__
+    public = {
+        c
+        for home in (layers, blocks)
+        for c in vars(home).values()
+        if isinstance(c, type) and issubclass(c, torch.nn.Module) and not c.__name__.startswith("_")
+    }
+    assert seen == public  # a new module must be tried here as well
+
+
+# ---------------------------------------------------------------- the constraint between two proofs
+
+
+@pytest.mark.parametrize("stride, size", [(1, (8, 8)), (2, (8, 8)), (2, (7, 5)), (1, (2, 2))])
+def test_estimated_norm_is_from_below_and_close(stride, size):
+    torch.manual_seed(0)
+    conv = Conv(4, 6, 3, stride, 1.0, size).double()
+    true = conv_norm(conv.kernel().detach(), size, stride=stride, padding=1).value
+    for _ in range(40):
+        found = float(conv.estimate())
+    assert 0.97 * true <= found <= true * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("weight_norm", [False, True])
+def test_attack_between_proofs_stays_below_c(weight_norm):
+    """Adam pushes the norm up at every step; only power steps hold it, for as long as a run goes without a proof."""
+    torch.manual_seed(0)
+    conv = Conv(8, 12, 3, 1, 2.0, (6, 6), weight_norm)
+    conv.constrain()
+    adam, worst, largest = torch.optim.Adam(conv.parameters(), lr=4e-3), 0.0, 0.0
+    x = torch.randn(1, 8, 6, 6)
+    for step in range(150):
+        adam.zero_grad()
+        x = (x / x.norm()).detach().requires_grad_()
+        (-conv(x).norm()).backward()
+        x = x.grad  # follow the direction in which the operator is largest
+        adam.step()
+        assert conv.constrain(prove=False) == 0.0
+        if step % 10 == 9:
+            true = conv_norm(conv.kernel().detach(), (6, 6), padding=1).value
+            worst, largest = max(worst, true / 2.0), max(largest, float(conv.estimate()) / 2.0)
+    assert 0.9 < largest <= worst <= 1.0
+
+
+def test_constrain_says_how_far_above_c_it_found_a_norm():
+    torch.manual_seed(0)
+    conv = Conv(4, 4, 1, 1, 1.0, (4, 4)).double()
+    assert conv.constrain() <= 1.0
+    with torch.no_grad():
+        conv.weight.mul_(1.5 / torch.linalg.matrix_norm(conv.weight[:, :, 0, 0], 2))
+    assert conv.constrain() == pytest.approx(1.5, rel=1e-3)
+    assert conv.constrain() <= 1.0
+    assert Conv(4, 4, 1, c=None).constrain() == 0.0
+
+
+def test_forgetting_makes_the_estimate_a_function_of_the_weights():
+    torch.manual_seed(0)
+    one, two = Conv(4, 4, 3, 1, 1.0, (6, 6)), Conv(4, 4, 3, 1, 1.0, (6, 6))
+    for _ in range(5):
+        one.estimate()
+    two.load_state_dict(one.state_dict())
+    one.forget()
+    assert torch.equal(one.estimate(), two.estimate())

@@ -6,7 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lipmdeq.implicit import Implicit, Unrolled
+from lipmdeq.layers import Conv
 from lipmdeq.model import ABLATIONS, build, configure
+from lipmdeq.norms import lower_norm
+from lipmdeq.solvers import Anderson
 
 VARIANTS = [("mdeq", None), ("lipschitz", None)] + [("lipschitz", s) for s in ABLATIONS]
 
@@ -126,6 +130,28 @@ def test_constant_from_the_tree_is_the_closed_form(a, train, n):
         )
 
 
+@pytest.mark.parametrize("ablation", [s for s in ABLATIONS if s not in ("S1", "S2", "S3")])
+@pytest.mark.parametrize("train", [True, False])
+def test_one_name_is_one_ablation(ablation, train):
+    """The model that a name builds has the constant that the closed form gives for the same name."""
+    net = build("cpu", ablation=ablation)
+    closed = net.cfg.spec().ablation(ablation, train=train)
+    for tree, reading in (("frobenius", "reported"), ("spectral", "spectral"), ("perron", "perron")):
+        assert net.f.lipschitz(train=train, reading=tree) == pytest.approx(closed.L(reading), rel=1e-9)
+
+
+@pytest.mark.parametrize("row", ["S6", "S7"])
+def test_without_alpha2_the_softmax_stays_or_goes(row):
+    """B4: as in the text f keeps its softmax weights; as the authors' code ran it, f adds plainly. The maps differ."""
+    text, run = small(ablation=row).eval(), small(ablation=f"{row}-sum").eval()
+    run.load_state_dict(text.state_dict())
+    assert run.f.fusion.weights[0][1:] == [1.0] * 3 != text.f.fusion.weights[0][1:]
+    z, u = random_state(text)
+    with torch.no_grad():
+        one, other = text.f(z, u), run.f(z, u)
+    assert (other[0] - one[0]).norm() > 0.1 * one[0].norm()
+
+
 def test_free_parts_have_no_constant():
     for ablation in ("S1", "S3"):
         assert build("cpu", ablation=ablation).f.lipschitz() == float("inf")
@@ -148,8 +174,6 @@ def test_sizes_of_the_presets(preset, count, paper):
 
 
 def test_paper_model_has_28_convolutions():
-    from lipmdeq.layers import Conv
-
     assert sum(isinstance(m, Conv) for m in build("paper-cifar10").f.modules()) == 28
 
 
@@ -166,8 +190,51 @@ def test_masks():
 
 def test_images_of_another_size_and_copies():
     net = build("digits").eval()
+    net.largest_image = 16
     x = torch.randn(2, 1, 16, 16)
     assert torch.equal(net(x), copy.deepcopy(net)(x))
+
+
+def test_images_without_a_bound_are_refused():
+    """The constraint is for the maps of the configuration: larger ones need a certificate, smaller ones are parts of them."""
+    net = build("digits").eval()
+    for h, w in ((32, 32), (8, 16), (16, 8)):
+        x = torch.randn(1, 1, h, w)
+        for run in (net, net.equilibrium):
+            with pytest.raises(
+                ValueError, match=f"image size = {h}x{w}: must be at most 8x8.*certify.model, {max(h, w)}"
+            ):
+                run(x)
+    with pytest.raises(ValueError, match="image size = 6x8: must be multiples of 4"):
+        net(torch.randn(1, 1, 6, 8))
+    assert (
+        net(torch.randn(2, 1, 4, 8)).shape == build("digits", "mdeq").eval()(torch.randn(2, 1, 8, 16)).shape
+    )
+    with torch.no_grad():
+        for p in net.f.parameters():
+            p.normal_()
+    net.constrain()
+    for conv in (m for m in net.f.modules() if isinstance(m, Conv)):
+        h = conv.size[0]
+        for size in {(h, max(1, h // 2)), (max(1, h // 2), h), (max(1, h // 2),) * 2}:
+            assert lower_norm(conv.kernel(), size, stride=conv.stride, padding=conv.padding).value <= conv.c
+
+
+def test_the_stem_learns():
+    """Gradients of the loss reach the stem through z*, and are those of a model whose z* is unrolled."""
+    net = small().train()
+    x, v = torch.randn(2, 3, 16, 16, dtype=torch.double), None
+    found = []
+    for adjoint in (Implicit(Anderson(tol=1e-9, max_iter=60)), Unrolled(40)):
+        torch.manual_seed(3)  # the same dropout masks
+        net.zero_grad()
+        z, _ = net.equilibrium(x, Anderson(tol=1e-9, max_iter=60), adjoint)
+        v = v or [torch.randn_like(t) for t in z]
+        sum((a * b).sum() for a, b in zip(z, v, strict=True)).backward()
+        found.append([p.grad.clone() for p in net.stem.parameters()])
+    for implicit, unrolled in zip(*found, strict=True):
+        assert implicit.norm() > 1e-3
+        torch.testing.assert_close(implicit, unrolled, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from decimal import Decimal
 
 import pytest
 import torch
@@ -342,6 +343,113 @@ def test_guard_state():
     half = torch.randn(8, 4, 3, 3, generator=seeded(14)).bfloat16()
     NormGuard((9, 9), padding=1).enforce(half, 2.0)
     assert 1.4 < true_norm(half, (9, 9), padding=1) <= 2.0  # coarse entries: more room for their rounding
+
+
+def test_guard_counts_a_step_by_what_it_can_do():
+    """Frobenius-small steps along the box filter, which the operator norm feels nearly threefold: never free above c."""
+    c, size = 2.0, (8, 8)
+    box = torch.ones(1, 1, 3, 3).double() / 3  # of Frobenius norm 1
+    gain = true_norm(box, size, padding=1)
+    assert gain > 2.7
+    for step in (0.002, 0.01, 0.02, 0.04):
+        for room in (8, 4, 2, 1):
+            # were the factor forgotten, the second call would leave room for that many steps, and the third take them
+            weight = box * (0.98 * (c - room * step) / gain - step)
+            guard = NormGuard(size, padding=1)
+            for move in (0.0, step, 0.9 * room * step, step, step):
+                weight += move * box
+                guard.enforce(weight, c)
+                assert true_norm(weight, size, padding=1) <= c * (1 + 1e-12), (step, room)
+
+
+def test_largest_is_above_the_norm_in_its_last_digits():
+    """The box on h pixels has norm 1 + 2cos(π/(h + 1)), and a twisted torus gives just that: rounding must not fall below."""
+    root = {n: Decimal(n).sqrt() for n in (2, 3, 5)}
+    norms = {2: Decimal(2), 3: 1 + root[2], 4: (3 + root[5]) / 2, 5: 1 + root[3]}
+    for h, norm in norms.items():
+        axes = geometry_of(torch.ones(1, 1, 1, 3), (1, h), padding=(0, 1)).axes
+        for scale in torch.rand(20, generator=seeded(20), dtype=torch.double).tolist():
+            kernel = Kernel(torch.full((1, 1, 1, 3), scale, dtype=torch.double), axes)
+            bound = min(largest(kernel, cover) for cover in [*torus_covers(axes), Cover(axes)])
+            assert bound == pytest.approx(scale * float(norm), rel=1e-9)
+            assert Decimal(bound) >= Decimal(scale) * norm, (h, scale)
+
+
+@pytest.mark.parametrize(
+    "shape, size, kw", [((200, 1, 1, 1), (1, 1), {}), ((1, 1, 3, 3), (8, 8), dict(padding=1))]
+)
+def test_banded_proof_fails_just_below_the_norm(shape, size, kw):
+    """Guesses that lie below the norm by less than the rounding margin: what comes back is above it."""
+    weight = torch.randn(shape, generator=seeded(19)).double()
+    true = true_norm(weight, size, **kw)
+    axes = geometry_of(weight, size, **kw).axes
+    gram = BandedGram(Kernel(weight, axes), axes)
+    for under in (1e-14, 1e-13, 1e-12):
+        bound = gram.bound(true * (1 - under) / (1 + 5e-4))  # the first level is guess·(1 + 5e-4)
+        assert true * (1 - 2e-15) <= bound < true * 1.001, under
+
+
+@pytest.mark.parametrize("seed", range(6, 10))
+@pytest.mark.parametrize("exponent", [-10, -18, -22, -26, -30, -38, -40])
+def test_rows_that_all_but_vanished(seed, exponent):
+    """Single-precision eigenvalues of matrices with tiny entries fail, or are wrong without a word: never believed."""
+    g = seeded(seed)
+    weight = torch.randn(8, 16, 3, 3, generator=g) * 0.1
+    weight[torch.rand(8, generator=g) < 0.7] *= 10.0**exponent
+    axes = geometry_of(weight, 8, padding=1).axes
+    single, double = Kernel(weight, axes, fast=True), Kernel(weight, axes)
+    assert single.w.dtype == torch.float32 and double.w.dtype == torch.float64
+    for cover in torus_covers(axes):
+        true = largest(double, cover)
+        assert true * (1 - 1e-12) <= largest(single, cover) <= true * 1.003
+    assert NormGuard((8, 8), padding=1).enforce(weight, 1.0) <= 1.0
+    assert true_norm(weight, (8, 8), padding=1) <= 1.0
+
+
+def test_the_row_that_stopped_training():
+    torch.manual_seed(6)
+    weight = torch.randn(8, 16, 3, 3) * 0.1
+    weight[torch.rand(8) < 0.7] *= 1e-22
+    assert NormGuard((8, 8), padding=1).enforce(weight, 1.0) < 1.0
+    assert 0.9 < true_norm(weight, (8, 8), padding=1) <= 1.0
+
+
+def test_a_wrong_eigenvalue_is_noticed(monkeypatch):
+    """Whatever the library says in single precision, too small a value is not taken for a bound."""
+    weight = torch.randn(8, 16, 3, 3, generator=seeded(16))
+    axes = geometry_of(weight, 8, padding=1).axes
+    cover, honest = torus_covers(axes)[0], torch.linalg.eigvalsh
+    true = largest(Kernel(weight, axes), cover)
+
+    def wrong(gram):
+        return honest(gram) * (0.94 if gram.dtype == torch.complex64 else 1.0)
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", wrong)
+    assert largest(Kernel(weight, axes, fast=True), cover) == true
+
+
+@pytest.mark.parametrize("top", [1e150, 1e200, 1e308])
+def test_largest_numbers(top):
+    """An entry near the largest double: a norm, or one sentence; never infinity as a lower bound."""
+    weight = torch.randn(4, 4, 3, 3, generator=seeded(17)).double()
+    weight[0, 0, 1, 1] = top
+    for method in ("auto", "torus", "half", "cholesky", "dense", "lanczos", "power"):
+        assert conv_norm(weight, 8, padding=1, method=method).value == pytest.approx(top, rel=1e-3)
+    assert lower_norm(weight, 8, padding=1).value == pytest.approx(top, rel=1e-9)
+    with pytest.raises(ValueError, match="too large to be bounded"):
+        NormGuard(8, padding=1).enforce(weight, 2.0)
+    for method in ("auto", "lanczos"):
+        with pytest.raises(ValueError, match=r"norm = .*: must be at most 1.798e\+308"):
+            conv_norm(torch.full_like(weight, 1.7e308), 8, padding=1, method=method)
+
+
+def test_smallest_numbers():
+    """Products of entries of 1e-200 vanish: no bound of zero comes from it."""
+    weight = 1e-200 * torch.randn(4, 4, 3, 3, generator=seeded(18)).double()
+    c = 0.1 * conv_norm(weight, 8, padding=1).value
+    assert 0 < c < 1e-199 and not fits(weight, 8, c, padding=1)
+    NormGuard(8, padding=1).enforce(weight, c)
+    assert conv_norm(weight, 8, padding=1).value <= c
 
 
 def test_lower_matmul_precision_cannot_spoil_a_proof():

@@ -1,7 +1,9 @@
 """The repository agrees with itself: table of contents, notebooks, versions, light import."""
 
 import json
+import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -18,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from check_book import pages  # noqa: E402
+from pictures import difference  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LESSONS = [path for path in NOTEBOOKS if re.match(r"(0[1-9]|1[013-689])_", path.name)]  # those with exercises
@@ -89,7 +92,10 @@ def test_outputs_hold_no_raw_formulas(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
 def test_cells_are_short(path):
-    lengths = [len("".join(cell["source"]).splitlines()) for cell in code_cells(path)]
+    cells = [
+        c for c in code_cells(path) if "parameters" not in c["metadata"].get("tags", [])
+    ]  # a list, not a program
+    lengths = [len("".join(cell["source"]).splitlines()) for cell in cells]
     assert max(lengths) <= 40
     assert statistics.median(lengths) <= 8
 
@@ -199,9 +205,96 @@ def test_the_picture_is_current(tmp_path):
     """The README's picture is what lipmdeq.bounds gives now."""
     drawn = tmp_path / "readings.svg"
     subprocess.run([sys.executable, ROOT / "tools" / "picture.py", drawn], check=True)
-    assert drawn.read_text("utf8") == (ROOT / "book/_static/readings.svg").read_text("utf8"), (
-        "run: make picture"
+    stored = (ROOT / "book/_static/readings.svg").read_text("utf8")
+    assert difference(stored, drawn.read_text("utf8")) == "", "run: make picture"
+
+
+# ---- commands
+
+
+def commands(name: str) -> tuple[list[str], list[str]]:
+    """What a page tells to type: lines of its code blocks, without comments, and `make …` in its text."""
+    text = (ROOT / name).read_text("utf8")
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)
+    lines = [re.sub(r"\s+#.*", "", line).strip() for block in blocks for line in block.splitlines()]
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    return lines, inline
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_pages_name_targets_that_exist(name):
+    targets = re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text("utf8"), re.M)
+    lines, inline = commands(name)
+    told = [words.split()[1:] for words in lines + inline if words.startswith("make ")]
+    assert told
+    assert not {word for words in told for word in words if "=" not in word} - set(targets)
+
+
+def test_readme_works_in_a_fresh_shell():
+    """Nothing is activated after `make book`: programs of .venv are typed after its activation only, and exist there."""
+    lines, inline = commands("README.md")
+    assert not [words for words in inline if re.match(r"(python|papermill|snakemake) ", words)]
+    assert lines[0] == "source .venv/bin/activate" and len(lines) > 2
+    for line in lines[1:]:
+        program, *words = line.split()
+        assert (Path(sys.executable).parent / program).exists(), line
+        assert all((ROOT / word).exists() for word in words if "/" in word), line
+    bound = next(line for line in lines if line.startswith("python -m lipmdeq"))
+    assert (
+        subprocess.run([sys.executable, *bound.split()[1:]], cwd=ROOT, stdout=subprocess.DEVNULL).returncode
+        == 0
     )
+
+
+def test_make_train_passes_the_slope():
+    done = subprocess.run(["make", "-n", "train", "A=0.3"], cwd=ROOT, capture_output=True, text=True)
+    assert "python -m lipmdeq train -p a 0.3" in done.stdout, done.stderr
+
+
+PYTHON = """#!/bin/sh
+# plays python: a version, `-m venv --clear .venv`, `-m pip …`
+case "$*" in
+  *"-m venv"*)
+    mkdir -p .venv/bin
+    cp "$0" .venv/bin/python
+    echo "command = $0 -m venv --clear $(pwd -P)/.venv" >.venv/pyvenv.cfg
+    echo "#!$(pwd -P)/.venv/bin/python" >.venv/bin/papermill ;;
+  *-c*) echo 3.11 ;;
+  *--version*) echo Python 3.11 ;;
+esac
+"""
+
+
+def test_a_moved_folder_is_noticed(tmp_path):
+    """Programs in .venv/bin begin with the path of the folder: after a move they are made again, otherwise never."""
+    old, new, programs = tmp_path / "old", tmp_path / "new place", tmp_path / "bin"
+    (old / "tools").mkdir(parents=True)
+    programs.mkdir()
+    for name in ("tools/setup.sh", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, old / name)
+    for name, text in (("python", PYTHON), ("df", "#!/bin/sh\nprintf 'x\\nx 0 0 99999999\\n'\n")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+
+    def set_up(folder: Path) -> str:
+        command, environment = ["tools/setup.sh"], {"PATH": path, "PYTHON": str(programs / "python")}
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        first = (folder / ".venv/bin/papermill").read_text().splitlines()[0]
+        assert first == f"#!{folder.resolve()}/.venv/bin/python"
+        return done.stdout
+
+    assert "virtual environment" in set_up(old)
+    assert set_up(old) == "", "nothing to do"
+    with (old / "constraints.txt").open("a") as pins:
+        pins.write("# another version\n")
+    assert "installing" in (said := set_up(old)) and "virtual environment" not in said
+    old.rename(new)
+    assert "this folder was moved" in set_up(new)
+    assert set_up(new) == ""
 
 
 def test_results_in_the_readme_are_those_of_the_records():

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -549,6 +550,59 @@ def test_bfloat16_states_with_float32_residuals(solver):
     s = solver(tol=2e-2).solve(f, z0)
     assert s.z.dtype == torch.bfloat16 and s.reason == "converged"
     assert (s.z.double() - star).norm() / star.norm() < 0.05
+
+
+def watched(f):
+    """f that keeps the true relative residual (B,) of every point that it was given, at any scale."""
+
+    def call(z):
+        fz = f(z)
+        wide = torch.stack([z.double(), fz.double()])
+        wide = wide / wide.abs().amax((0, 2), keepdim=True).clamp_min(1e-320)[..., :1]
+        call.last = float(fz.abs().max())
+        call.seen.append(((wide[1] - wide[0]).norm(dim=1) / wide[1].norm(dim=1)).nan_to_num(0.0))  # f(0) = 0
+        return fz
+
+    call.seen = []
+    return call
+
+
+def reported_truly(solution, seen):
+    """What was reported while a sample ran is what it really was."""
+    for k, true in enumerate(seen):
+        running = solution.steps > k
+        reported = solution.residuals[k][running].clamp_max(1e6)
+        torch.testing.assert_close(reported, true[running].clamp_max(1e6), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("solver", [*ALL, partial(Picard, damping=0.7)])
+def test_residuals_are_those_of_the_rounded_point(solver, dtype):
+    """f sees points in its own dtype: what is reported is ||f(z)-z|| / ||f(z)|| at the point that f was given."""
+    g = torch.Generator().manual_seed(5)
+    for _ in range(5):
+        a = torch.randn(8, 30, 30, generator=g)
+        a *= torch.rand(8, 1, 1, generator=g) / torch.linalg.matrix_norm(a, 2)[:, None, None]
+        b = torch.randn(8, 30, generator=g)
+        f = watched(lambda z, a=a, b=b: ((a @ z.float()[..., None])[..., 0] + b).to(dtype))
+        solution = solver(tol=2e-3, max_iter=40).solve(f, torch.zeros(8, 30, dtype=dtype))
+        assert solution.converged.any()
+        reported_truly(solution, f.seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("solver", ALL)
+def test_states_that_vanish_have_not_converged(solver, dtype):
+    """f(z) = Az: the relative residual is the same at all scales, also where squares of the state are no numbers."""
+    g = torch.Generator().manual_seed(6)
+    a = 0.7 * torch.linalg.qr(torch.randn(20, 20, generator=g, dtype=DOUBLE)).Q
+    small, tiny = (1e-145, 1e-162) if dtype == DOUBLE else (1e-8, 1e-22)
+    z0 = (small * torch.randn(3, 20, generator=g, dtype=DOUBLE)).to(dtype)
+    f = watched(lambda z: z @ a.T.to(dtype))
+    solution = solver(tol=1e-3, max_iter=120).solve(f, z0)
+    reported_truly(solution, f.seen)
+    if solver is Picard:
+        assert not solution.converged.any() and 0 < f.last < tiny
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.7])

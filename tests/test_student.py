@@ -176,6 +176,11 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
         "weights",
         [lambda M: M.sum(axis=0), lambda M: -M[0], lambda M: []],
     ),
+    "20_landscape": (
+        ["landscape-setup", "landscape-grader", "landscape-solution"],
+        "best_step_solution",
+        [lambda W: 0.1, lambda W: 0.0, lambda W: 2 / max(1.0, W.norm().item() ** 2), lambda W: "1"],
+    ),
     "11_certificate": (
         ["certificate-setup", "certificate-grader", "certificate-solution"],
         "one_direction",

@@ -17,6 +17,8 @@ CALLS = {
     "good": (SMALL, None),
     "range": (["-p", "a", "7"], "a = 7: must be in (0, 1]"),
     "text": (["-p", "a", "abc"], "a = 'abc': must be a number in (0, 1]"),
+    "object": (["-y", "{record: {x: 1}}"], "record = {'x': 1}: not a parameter; must be one of model, "),
+    "import": (["-p", "RunConfig", "3"], "RunConfig = 3: not a parameter; must be one of model, "),
     "unknown": (["-p", "slope", "0.4"], "slope = 0.4: not a parameter; must be one of model, preset, "),
 }
 
@@ -79,7 +81,7 @@ def test_help_lists_every_parameter():
     said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     for name in RunConfig.__dataclass_fields__:
         assert f"\n  {name}:" in said, name
-    assert "a: float (default 0.4)" in said and "slope of SReLU, in (0, 1]" in said
+    assert "tau: float (default 0.9)" in said and "slope of SReLU, in (0, 1]" in said
 
 
 def test_notebook_is_thin_and_leaves_nothing_behind():

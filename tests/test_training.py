@@ -9,6 +9,7 @@ import pickle
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,10 +20,11 @@ import pytest
 import torch
 
 from lipmdeq import batch as one_batch
-from lipmdeq import records, training
+from lipmdeq import files, records, training
 from lipmdeq.__main__ import main
 from lipmdeq.batch import Sums, jacobian_weight, learning_rate, stream
 from lipmdeq.certificate import certify
+from lipmdeq.depth import depth
 from lipmdeq.parallel import World
 from lipmdeq.report import Summary, curves, make_record
 from lipmdeq.runconfig import ParameterError, RunConfig, RunError
@@ -31,6 +33,7 @@ from lipmdeq.training import Run, train
 ROOT = Path(__file__).parent.parent
 # c is small, so that the constraint acts at most steps.
 TINY = dict(
+    a=0.4,
     c=0.2,
     n=2,
     train_images=64,
@@ -61,9 +64,18 @@ def open_run(cfg: RunConfig, out: Path) -> Run:
 def numbers(value):
     """A record without what may differ between two runs with equal numbers: times, places, what is only measured."""
     drop = ["seconds", "milliseconds_per_step", "memory", "started", "finished", "code", "out"]
-    drop += ["measured_norm", "measured_norm_D", "spectral_radius", "points", "observed_steps", "slack"]
+    drop += [
+        "measured",
+        "measured_norm",
+        "measured_norm_D",
+        "spectral_radius",
+        "points",
+        "observed_steps",
+        "slack",
+    ]
     if isinstance(value, dict):
-        return {k: numbers(v) for k, v in value.items() if k not in drop}
+        own = ["sha256"] if "format" in value else []  # of times too
+        return {k: numbers(v) for k, v in value.items() if k not in drop + own}
     return [numbers(v) for v in value] if isinstance(value, list) else value
 
 
@@ -251,9 +263,11 @@ def test_kill_9_at_random_moments(tmp_path):
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, f"the run ended before it was killed, time {k}"
     assert not (tmp_path / "killed" / records.RECORD).exists()
+    (tmp_path / "killed" / f".{records.CHECKPOINT}.1.part").touch()  # as if it was killed while writing
     resumed, plain = train(cfg, log=None), train(cfg.changed(out=""), log=None)
     assert resumed["weights_sha256"] == plain["weights_sha256"]
     assert numbers(resumed["history"]) == numbers(plain["history"])
+    assert not list((tmp_path / "killed").glob(".*.part"))
 
 
 def stamp(cfg: RunConfig) -> int:
@@ -330,6 +344,96 @@ def test_pickled_code_is_not_executed(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
+def test_checkpoint_with_other_content_is_one_sentence(undisturbed, tmp_path, capsys):
+    """D15: the right checksum over a state that is not that of a run."""
+    whole = records.load_checkpoint(undisturbed.out / records.CHECKPOINT)
+    cfg = tiny(out=str(tmp_path), trace_epochs=[0, 2])
+    path = tmp_path / records.CHECKPOINT
+    name, weight = next(iter(whole["model"].items()))
+    fewer = {k: v for k, v in whole["model"].items() if k != name}
+    cases = [{k: v for k, v in whole.items() if k != gone} for gone in whole if gone != "format"]
+    cases += [{**whole, k: None} for k in whole if k != "format"]
+    cases += [
+        [],
+        {},
+        {**whole, "model": fewer},
+        {**whole, "model": {**whole["model"], name: weight[..., None]}},
+    ]
+    cases += [{**whole, "epoch": 99}, {**whole, "step": -1}, {**whole, "step": "1"}, {**whole, "history": []}]
+    cases += [
+        {**whole, "model_config": {**whole["model_config"], "channels": "x"}},
+        {**whole, "past": {"seconds": 1}},
+    ]
+    for state in cases:
+        records.save_checkpoint(path, state)
+        before = path.read_bytes()
+        changed = (
+            state["model_config"] != whole["model_config"]
+            if isinstance(state, dict) and "model_config" in state
+            else 0
+        )
+        if not changed:  # a run makes its model from its parameters
+            with pytest.raises(RunError) as error:
+                train(cfg, log=None)
+            assert str(path) in str(error.value) or "holds a run with" in str(error.value)
+            assert "\n" not in str(error.value) and path.read_bytes() == before
+        if (
+            not isinstance(state, dict)
+            or any(state.get(k) != whole[k] for k in ("parameters", "model_config"))
+            or len(state.get("model") or ()) != len(whole["model"])
+        ):
+            assert main(["certify", str(path)]) == 1
+            said = capsys.readouterr().err
+            assert said.startswith("lipmdeq certify: checkpoint ") and said.count("\n") == 1, said
+
+
+def test_packed_checkpoint_is_not_unpacked(undisturbed, tmp_path):
+    """D15: a compressed archive could be a thousand times as large in memory."""
+    import hashlib
+    import io
+    import zipfile
+
+    raw = (undisturbed.out / records.CHECKPOINT).read_bytes().partition(b"\n")[2]
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(raw)) as source,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for entry in source.namelist():
+            target.writestr(entry, source.read(entry))
+    content = packed.getvalue()
+    head = f"{records.MAGIC} {hashlib.sha256(content).hexdigest()}\n".encode()
+    (tmp_path / "packed.ckpt").write_bytes(head + content)
+    with pytest.raises(RunError, match="packed.ckpt holds more than plain tensors"):
+        records.load_checkpoint(tmp_path / "packed.ckpt")
+
+
+def test_record_without_a_field_of_its_certificate(undisturbed):
+    record = records.read_record(undisturbed.out / records.RECORD)
+    for certificate in ({}, None, {k: v for k, v in record["certificate"].items() if k != "layers"}):
+        with pytest.raises(RunError, match="holds no certificate of this version"):
+            records.certificate_of({**record, "certificate": certificate})
+
+
+def test_unfinished_files_of_killed_runs_go(tmp_path):
+    """D19: at the next start those of the dead; those that a living process writes stay."""
+    left = [
+        tmp_path / f".{name}.{pid}.part"
+        for name in (records.CHECKPOINT, records.RECORD)
+        for pid in (1, 99999999)
+    ]
+    for path in left:
+        path.write_text("half")
+    other = files.atomic(tmp_path / "other.json")
+    part = other.__enter__()
+    part.write_text("of somebody who lives")
+    train(tiny(epochs=1, out=str(tmp_path)), log=None)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.endswith(".part")) == [part.name]
+    other.__exit__(None, None, None)
+    assert (tmp_path / "other.json").read_text() == "of somebody who lives"
+    assert not list(tmp_path.glob(".*.part"))
+
+
 def test_divergence_stops_and_keeps_the_last_good_checkpoint(tmp_path):
     cfg = tiny(lr=1e25, out=str(tmp_path), checkpoint_every=1)
     with pytest.raises(
@@ -377,6 +481,7 @@ def test_what_does_not_fit_the_data_or_the_machine():
         (dict(train_images=10**6), "train_images = 1000000"),
         (dict(batch=65), "batch = 65: must be at most the number of training images, 64"),
         (dict(precision="tf32"), "precision = 'tf32'"),
+        (dict(threads=1000), "threads = 1000: must be at most [0-9]+, four times the number of cores"),
         (dict(preset="cpu", n=None), "image_size|8"),
     ):
         if "preset" in changes:
@@ -428,7 +533,9 @@ def test_methods(changes, tmp_path, monkeypatch):
         frozen = name.startswith("stem") and not cfg.train_stem
         assert torch.equal(p, start[name]) == frozen, name
     assert ("nfe_backward" in run.history[0]["train"]) == (cfg.method == "implicit")
-    records.write_json(tmp_path / "record.json", make_record(run, certify(run.model, measure=False)))
+    proof = certify(run.model, measure=False)
+    report = depth(run.model, *run._images(10), certificate=proof)
+    records.write_json(tmp_path / "record.json", make_record(run, proof, report))
     record = records.read_record(tmp_path / "record.json")
     assert record["result"]["calls_train_forward"] >= record["result"]["nfe_train_forward"] >= 1
     assert "test accuracy, last epoch" in str(Summary(record)) and "<table>" in Summary(record)._repr_html_()
@@ -505,6 +612,43 @@ def test_exported_weights_are_small_and_keep_their_bounds(undisturbed, tmp_path)
         assert layer["limit"] is None or layer["norm"] <= layer["limit"] * (1 + 1e-6), layer
 
 
+def test_weights_are_those_that_the_record_describes(undisturbed, tmp_path):
+    """Full and in half precision; one weight that differs in its last bit is refused in one sentence."""
+    source, small = undisturbed.out / records.CHECKPOINT, tmp_path / "seed0.ckpt"
+    record = records.read_record(undisturbed.out / records.RECORD)
+    records.export_weights(source, small)
+    for path in (source, small):
+        records.load_model(path, record)
+        state = records.load_checkpoint(path)
+        first = next(v for v in state["model"].values() if v.ndim == 4)
+        first.view(torch.int16 if first.dtype == torch.float16 else torch.int32)[0, 0, 0, 0] ^= 1
+        records.save_checkpoint(tmp_path / "other.ckpt", state)
+        with pytest.raises(RunError, match="holds other weights than its record describes"):
+            records.load_model(tmp_path / "other.ckpt", record)
+    old = {k: v for k, v in record.items() if k != "half_sha256"}
+    records.load_model(source, old)
+    with pytest.raises(RunError, match="holds other weights"):
+        records.load_model(small, {**old, "weights_sha256": None})
+
+
+def test_sealing_a_file(undisturbed, tmp_path, capsys):
+    """A file without a seal gets one; a seal that does not fit stays an error."""
+    record = records.read_record(undisturbed.out / records.RECORD)
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({k: v for k, v in record.items() if k != "sha256"}))
+    with pytest.raises(RunError, match="python -m lipmdeq seal"):
+        records.read_record(path)
+    for _ in range(2):
+        assert main(["seal", str(path)]) == 0
+        assert records.read_record(path) == record
+    path.write_text(json.dumps({**record, "scale": "larger"}))
+    before, said = path.read_bytes(), capsys.readouterr()
+    assert main(["seal", str(path), str(tmp_path / "none.json")]) == 1
+    said = capsys.readouterr().err
+    assert "was changed after it was written" in said and said.count("\n") == 1
+    assert path.read_bytes() == before
+
+
 # ---------------------------------------------------------------- several processes
 
 BOTH = """
@@ -512,13 +656,12 @@ import sys, torch
 from lipmdeq.parallel import World
 from lipmdeq.runconfig import RunConfig
 from lipmdeq.training import Batch, new_model, open_data, train
-cfg = RunConfig(n=2, p=0.0, batch=16, tol=1e-9, max_forward=60, max_backward=60, device="cpu", out="x")
+cfg = RunConfig(p=0.0, batch=16, tol=1e-9, max_forward=60, max_backward=60, device="cpu", out="x")
 world = World.open(cfg)
 data = open_data(cfg, world.device)
 model = new_model(cfg, data).double()
-for part in (model.stem, model.head):
-    for m in part.modules():
-        m.eval() if isinstance(m, torch.nn.BatchNorm2d) else None
+for m in model.modules():
+    m.eval() if isinstance(m, torch.nn.BatchNorm2d) else None
 with torch.no_grad():  # far from the start, where most gradients vanish
     for q in model.parameters():
         q.add_(torch.randn(q.shape, generator=torch.Generator().manual_seed(q.numel())), alpha=0.1)
@@ -579,3 +722,85 @@ def test_two_processes(tmp_path, monkeypatch):
     assert record["result"]["images"] == 40
     assert records.certificate_of(record).matches(records.load_model("run/checkpoint.ckpt"))
     assert torch.load("sha-0.pt") == torch.load("sha-1.pt") == record["weights_sha256"]
+
+
+LISTENS = """
+import os, sys
+from lipmdeq.parallel import World
+from lipmdeq.runconfig import RunConfig
+world = World.open(RunConfig(device="cpu"))
+assert world.total([1.0]) == [2.0]
+links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+mine = {os.readlink(link) for link in links if os.path.lexists(link)}
+for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for words in (line.split() for line in open(table).read().splitlines()[1:]):
+        if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
+            print(words[1].split(":")[0])
+world.wait()
+world.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net/tcp on this system")
+@pytest.mark.parametrize("address", [None, "localhost", "::1"])
+def test_processes_listen_on_loopback_only(address, tmp_path):
+    """D21: two processes that were started by hand."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": str(port),
+    }
+    env |= {"MASTER_ADDR": address} if address else {}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", LISTENS], env=env | {"RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in ("0", "1")
+    ]
+    found = [process.communicate(timeout=200)[0].split() for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    inside = {"0100007F", "0" * 24 + "01000000"}
+    assert found[0] and {where for where in found[0] + found[1]} <= inside, found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE = 'two': must be a whole number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE = '0': must be a whole number"),
+        ({"WORLD_SIZE": "2"}, "RANK = '': must be a whole number from 0 to 1"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK = '2': must be a whole number from 0 to 1"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "x"}, "MASTER_PORT = 'x': must be a whole number"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "70000"}, "MASTER_PORT = '70000': must be"),
+    ],
+)
+def test_bad_environment_of_a_launcher(changes, message, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ParameterError, match=message):
+        World.open(tiny())
+
+
+def test_port_that_is_taken(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for name, value in {
+            "WORLD_SIZE": "2",
+            "RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }.items():
+            monkeypatch.setenv(name, value)
+        for name in ("TORCHELASTIC_RUN_ID", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            monkeypatch.setenv(name, "lo")  # restored afterwards
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+        with pytest.raises(RunError, match=f"MASTER_PORT = {port}: cannot be used"):
+            World.open(tiny())

@@ -1,4 +1,4 @@
-"""Write book/coverage.md, the table "Coverage of the paper", from book/coverage.yml.
+"""Write book/coverage.md, the tables "Coverage of the paper", from book/coverage.yml.
 
 Usage: python tools/coverage_table.py
 """
@@ -32,10 +32,25 @@ tests check each row of this table.
 |---|---|---|---|
 """
 
+SECTIONS = """
+## Sections and appendices
+
+All {total} sections and appendices, with the lessons that cover them, and the statements of the table above that stand in them.
+Named paragraphs without a statement of their own have the heading under which they are treated.
+
+| in the paper | in the book | statements | paragraphs |
+|---|---|---|---|
+"""
+
 
 def entries() -> list[dict]:
-    """The rows of book/coverage.yml."""
-    return yaml.safe_load(SOURCE.read_text("utf8"))
+    """The statements in book/coverage.yml."""
+    return [entry for entry in yaml.safe_load(SOURCE.read_text("utf8")) if "id" in entry]
+
+
+def sections() -> list[dict]:
+    """The sections and appendices in book/coverage.yml."""
+    return [entry for entry in yaml.safe_load(SOURCE.read_text("utf8")) if "section" in entry]
 
 
 def code_link(name: str) -> str:
@@ -59,6 +74,16 @@ def row(entry: dict) -> str:
     return f"| **{entry['paper']}**: {entry['says']} | {lesson} | {code} | {tests} |\n"
 
 
+def section_row(entry: dict, numbers: dict[str, str]) -> str:
+    """One line of the table of sections; ``numbers`` says how the paper numbers each statement."""
+    kind = "Section" if entry["section"][0].isdigit() else "Appendix"
+    lessons = "<br>".join(f"{{doc}}`../notebooks/{lesson}`" for lesson in entry["lessons"])
+    statements = ", ".join(numbers[name] for name in entry["statements"]) or "none"
+    places = [(name, *place.split("#")) for name, place in entry.get("paragraphs", {}).items()]
+    paragraphs = "<br>".join(f"{name}: “{heading}”" for name, _, heading in places)
+    return f"| **{kind} {entry['section']}**: {entry['title']} | {lessons} | {statements} | {paragraphs} |\n"
+
+
 def page() -> str:
     """The whole page."""
     rows = entries()
@@ -69,9 +94,11 @@ def page() -> str:
         pending=len(pending),
         names=f" ({', '.join(pending)}: their lessons wait for the runs)" if pending else "",
     )
-    return head + "".join(row(entry) for entry in rows)
+    numbers = {entry["id"]: entry["paper"] for entry in rows}
+    below = SECTIONS.format(total=len(sections())) + "".join(section_row(s, numbers) for s in sections())
+    return head + "".join(row(entry) for entry in rows) + below
 
 
 if __name__ == "__main__":
     TARGET.write_text(page(), "utf8")
-    print(f"{TARGET.relative_to(ROOT)}: {len(entries())} rows")
+    print(f"{TARGET.relative_to(ROOT)}: {len(entries())} statements, {len(sections())} sections")

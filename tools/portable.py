@@ -20,6 +20,7 @@ DISPLAY = re.compile(r"^\$\$\n(.*?)\n\$\$(?:[ ]\(([\w:-]+)\))?", re.M | re.S)
 ROLE = re.compile(r"\{([\w:]+)\}`([^`]+)`")
 NAME = re.compile(r"^:name: (\S+)$", re.M)
 LABEL = re.compile(r"^:label: (\S+)$", re.M)
+BUTTON = re.compile(r"<button[^>]*data-try.*?</button>[ ]*")  # they move an interactive element of the book
 
 
 @dataclass
@@ -157,6 +158,8 @@ class Book:
         if kind.startswith("cite"):
             named = ", ".join(self.sources[key.strip()] for key in target.split(","))
             return named if kind == "cite:t" else f"({named.replace(' (', ', ').replace(')', '')})"
+        if named := re.fullmatch(r"(.+?)\s*<[^<>]+>", target):  # {ref}`words <label>`
+            return named[1]
         home, called = self.labels[target]
         called = f"equation {called}" if kind == "eq" and home != lesson else called
         return called if home == lesson else f"{called} of [{self.title(home)}]({home}.ipynb)"
@@ -167,7 +170,9 @@ class Book:
         return "\n\n".join(self.plain_block(lesson, block) for block in blocks(text))
 
     def plain_block(self, lesson: str, block: Block) -> str:
-        text = DISPLAY.sub(lambda m: self.display(*m.groups()), block.body)
+        if block.name == "interactive":
+            return f"*(In the book an interactive element stands here; it has a page of its own, book/{block.title}.)*"
+        text = DISPLAY.sub(lambda m: self.display(*m.groups()), BUTTON.sub("", block.body))
         text = ROLE.sub(lambda m: self.role(lesson, *m.groups()), text)
         text = expand(text, self.macros)
         if not block.name:

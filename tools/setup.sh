@@ -20,6 +20,13 @@ fingerprint() { # the files that decide what is installed, and where (an environ
   { cat pyproject.toml constraints.txt; pwd -P; } | cksum
 }
 
+at_home() { # whether the environment was made in this folder: venv notes the path, and programs in it begin with it
+  case $(grep '^command = ' "$VENV/pyvenv.cfg" 2>/dev/null) in
+    *" $(pwd -P)/$VENV") ;;
+    *) return 1 ;;
+  esac
+}
+
 find_python() { # prints the first interpreter that really runs and is 3.11, 3.12 or 3.13
   seen=
   for name in "${PYTHON:-}" python3.11 python3 python3.12 python3.13; do
@@ -42,7 +49,7 @@ make_venv() {
 }
 
 progress() { # one line every 20 seconds, so that nobody wonders whether it hangs
-  while sleep 20; do say "  … $(($(date +%s) - start)) s, $(du -sm "$VENV" 2>/dev/null | cut -f1) MB installed"; done
+  while sleep 20 >/dev/null 2>&1; do say "  … $(($(date +%s) - start)) s, $(du -sm "$VENV" 2>/dev/null | cut -f1) MB installed"; done
 }
 
 [ -f "$STAMP" ] && [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ] && exit 0
@@ -54,6 +61,7 @@ start=$(date +%s)
 rm -f "$STAMP"
 if [ -e "$BUSY" ]; then say "Set-up: the last installation was interrupted; starting afresh."; make_venv
 elif ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then make_venv
+elif ! at_home; then say "Set-up: this folder was moved, which no environment survives; making it again."; make_venv
 fi
 echo $$ >"$BUSY"
 mkdir -p "$VENV/tmp"

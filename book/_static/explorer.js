@@ -18,10 +18,13 @@
     S1: "S1: γ not clipped",
     S2: "S2: GN for MGN, ε = 1e-5",
     S3: "S3: convs not constrained",
-    S4: "S4: no softmax in the fusion",
-    S5: "S5: plain sum for α₁",
-    S6: "S6: plain sum for α₂",
-    S7: "S7: plain sums for both",
+    S4: "S4: no softmax, mean (as run)",
+    "S4-sum": "S4: no softmax, sum (text)",
+    S5: "S5: no α₁",
+    S6: "S6: no α₂ (text)",
+    "S6-sum": "S6: no α₂, no softmax (as run)",
+    S7: "S7: no α₁, no α₂ (text)",
+    "S7-sum": "S7: no α₁, no α₂, no softmax (as run)",
     MDEQ: "all of them (MDEQ)",
   };
 
@@ -38,7 +41,9 @@
     row(tables[0], "L = 0.03 + JFB", { a: 0.1 }, 0.03),
     row(tables[1], "MDEQ", { undo: "MDEQ" }),
     row(tables[1], "Lipschitz MDEQ, L = 1.0", {}, 1.0),
-    ...["S1", "S2", "S3", "S4", "S5", "S6", "S7"].map((undo) => row(tables[1], UNDO[undo], { undo })),
+    ...Object.keys(UNDO)
+      .filter((undo) => undo.startsWith("S"))
+      .map((undo) => row(tables[1], UNDO[undo], { undo })),
     row(tables[2], "MDEQ", { p: 0, undo: "MDEQ" }),
     row(tables[2], "Lipschitz MDEQ, L = 0.794", { p: 0 }, 0.794),
     row(tables[2], "Lipschitz MDEQ, L = 0.026", { a: 0.1, p: 0 }, 0.026),

@@ -4,7 +4,7 @@
   "use strict";
 
   const READINGS = ["printed", "reported", "spectral", "perron"];
-  const ABLATIONS = ["none", "S1", "S2", "S3", "S4", "S5", "S6", "S7", "MDEQ"];
+  const ABLATIONS = ["none", "S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S6-sum", "S7", "S7-sum", "MDEQ"];
   const EPS_GN = 1e-5;
 
   /** Product of constants; 0 (a constant map) times infinity (no bound) is 0. */
@@ -69,9 +69,11 @@
     if (s.undo === "S1") [o.norm, o.postNorm] = [Infinity, s.post_affine ? Infinity : 1];
     if (s.undo === "S2" || all) [o.norm, o.postNorm] = [o.norm / Math.sqrt(EPS_GN), o.postNorm / Math.sqrt(EPS_GN)];
     if (s.undo === "S3") o.conv = o.convResidual = o.convDown = Infinity;
-    if (s.undo === "S4" || all) o.weights = square(s.n, (i, j) => (i === j ? 0 : 1));
-    if (s.undo === "S5" || s.undo === "S7" || all) o.mix1 = [1, 1];
-    if (s.undo === "S6" || s.undo === "S7" || all) o.mix2 = [1, 1];
+    const [row, fusion] = s.undo.split("-");
+    const share = s.undo === "S4" ? 1 / Math.max(s.n - 1, 1) : 1;
+    if (row === "S4" || fusion === "sum" || all) o.weights = square(s.n, (i, j) => (i === j ? 0 : share));
+    if (row === "S5" || row === "S7" || all) o.mix1 = [1, 1];
+    if (row === "S6" || row === "S7" || all) o.mix2 = [1, 1];
     if (all) o.act = 1;
     return o;
   }

@@ -1,0 +1,122 @@
+"""What the guarantee costs in real training, with weights that move: the share of a step that constraint or normalisation takes.
+
+    python -m benchmarks.constraint                           # presets cpu32 and paper-cifar10
+    python -m benchmarks.constraint --steps 100 --presets cpu32
+
+Adam at the paper's learning rate from fresh weights, on noise with random labels: what is learned does not matter, that the
+weights move does. Every step is timed in its parts, in one process; a proof falls on every 50th step and is shared among
+them. For the certified family the normalisation (``hold``) is timed alone, forward and backward. Writes
+results/bench/constraint.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from lipmdeq.batch import Batch
+from lipmdeq.model import MDEQ, build
+from lipmdeq.records import git_commit, machine, now, versions, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+BATCH = {"cpu32": 128, "paper-cifar10": 32}
+LR, PROVE_EVERY = 1e-3, 50
+
+
+def normalisation(net: MDEQ, x: torch.Tensor) -> float:
+    """Seconds of the certified family's normalisation, forward and backward, for one batch."""
+    with torch.no_grad():
+        u = net.injected(x)
+    start = time.perf_counter()
+    held = net.f.hold(u)
+    kernels = [
+        t for t in held.tensors() if t.requires_grad and t.numel() < x.numel()
+    ]  # not the injected images
+    total = sum(t.sum() for t in kernels)
+    torch.autograd.grad(total, list(net.f.parameters()), allow_unused=True)
+    return time.perf_counter() - start
+
+
+def train(net: MDEQ, batch: int, steps: int) -> dict:
+    """Medians and shares over the first steps of a training."""
+    size = net.cfg.image_size
+    adam, one = torch.optim.Adam(net.parameters(), lr=LR, fused=True), Batch(net.train())
+    parts: dict[str, list[float]] = {
+        "forward": [],
+        "backward": [],
+        "optimizer": [],
+        "constrain": [],
+        "proof": [],
+    }
+    worst, normal = 0.0, []
+    for step in range(steps):
+        x, y = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
+        marks = [time.perf_counter()]
+        loss, *_ = one(x, y)
+        marks.append(time.perf_counter())
+        adam.zero_grad(set_to_none=True)
+        loss.backward()
+        marks.append(time.perf_counter())
+        adam.step()
+        marks.append(time.perf_counter())
+        prove = (step + 1) % PROVE_EVERY == 0
+        worst = max(worst, net.constrain(prove))
+        marks.append(time.perf_counter())
+        names = ("forward", "backward", "optimizer", "proof" if prove else "constrain")
+        for name, a, b in zip(names, marks, marks[1:], strict=False):
+            parts[name].append(b - a)
+        if net.cfg.block == "potential" and step % 10 == 0:
+            normal.append(normalisation(net, x))
+    ms = {k: 1000 * statistics.median(v) for k, v in parts.items() if v}
+    step_ms = (
+        sum(ms[k] for k in ("forward", "backward", "optimizer", "constrain")) + ms["proof"] / PROVE_EVERY
+    )
+    guarantee = ms["constrain"] + ms["proof"] / PROVE_EVERY
+    if normal:
+        ms["normalisation"] = guarantee = 1000 * statistics.median(normal)
+    return {
+        "steps": steps,
+        "batch": batch,
+        "ms": ms,
+        "step_ms": step_ms,
+        "share": guarantee / step_ms,
+        "worst_over_c": worst,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--presets", nargs="+", default=list(BATCH), choices=list(BATCH))
+    parser.add_argument("--steps", type=int, default=100, help="training steps for each model (default: 100)")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    if args.steps < PROVE_EVERY:
+        parser.error(f"--steps {args.steps}: must be at least {PROVE_EVERY}, so that a proof is among them")
+    torch.set_num_threads(args.threads)
+    found = {}
+    for preset in args.presets:
+        for name, changes in {"lip-a0.4": dict(a=0.4), "potential": dict(block="potential")}.items():
+            torch.manual_seed(0)
+            row = train(build(preset, **changes), BATCH[preset], args.steps)
+            found.setdefault(preset, {})[name] = row
+            print(
+                f"{preset:>14} {name:<10} step {row['step_ms']:.0f} ms, guarantee {row['share']:.1%}",
+                flush=True,
+            )
+    about = {
+        "threads": args.threads,
+        "lr": LR,
+        "prove_every": PROVE_EVERY,
+        "commit": git_commit(),
+        "versions": versions(),
+    }
+    about |= {"machine": machine(torch.device("cpu")), "finished": now()}
+    write_json(ROOT / "results" / "bench" / "constraint.json", {**about, "presets": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The depth report: says of a feed-forward model that it is one, and of a model that iterates what its iteration is worth."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from lipmdeq.__main__ import main
+from lipmdeq.certificate import certify
+from lipmdeq.depth import FEED_FORWARD, STEPS, Depth, depth
+from lipmdeq.model import build
+from lipmdeq.records import load_model
+from lipmdeq.runconfig import RunConfig
+from lipmdeq.training import test_images as images_of
+
+ROOT = Path(__file__).parent.parent
+DIGITS = ROOT / "results/digits/lipschitz/seed0.ckpt"
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return images_of(RunConfig(), 120)
+
+
+def spread(net, scale=1.0):
+    """Weights large enough that z* matters: at the start all states are tiny."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(scale * torch.randn_like(p))
+        net.constrain()
+    return net.double().eval()
+
+
+def test_old_weights_are_feed_forward(digits):
+    report = depth(load_model(DIGITS), *digits)
+    assert report.feed_forward and report.verdict.startswith("is feed-forward: f(0) gives")
+    assert report.same_label[0] > 0.99 and report.accuracy_star > 0.9
+    assert report.proved < 0.3 and report.norm_D_worst <= report.proved
+
+
+def test_numbers_are_those_of_the_plain_definitions(digits):
+    """Every number against a few lines that only use problem, head and a dense Jacobian."""
+    net = spread(build("digits", block="potential", n=2, stem_channels=4), 0.3)
+    x, y = digits[0][:9].double(), digits[1][:9]
+    report = depth(net, x, y, batch=4)
+    f, z0, _ = net.problem(x)
+    with torch.no_grad():
+        star = z0
+        for _ in range(400):
+            star = f(star)
+        z, label = z0, net.head(star).argmax(1)
+        for k in range(1, STEPS[-1] + 1):
+            z = f(z)
+            if k in STEPS:
+                i, at = STEPS.index(k), net.head(z).argmax(1)
+                assert report.accuracy[i] == pytest.approx(float((at == y).double().mean()))
+                assert report.same_label[i] == pytest.approx(float((at == label).double().mean()))
+                gap = torch.cat([(a - b).flatten(1) for a, b in zip(z, star, strict=True)], 1).norm(dim=1)
+                size = torch.cat([t.flatten(1) for t in star], 1).norm(dim=1)
+                assert report.distance[i] == pytest.approx(float((gap / size).median()), rel=1e-2, abs=1e-4)
+        on = [h for h in net.f.hidden(star, net.injected(x))]
+        switching = [(h.any(0) & ~h.all(0)).flatten() for h in on]
+        assert report.switching == pytest.approx(float(torch.cat(switching).double().mean()), abs=1e-3)
+    assert report.accuracy_star == pytest.approx(float((label == y).double().mean()))
+    one = [t[:1] for t in star]
+    f1, _, _ = net.problem(x[:1])
+    flat = torch.cat([t.flatten() for t in one])
+    shapes = [t.shape for t in one]
+
+    def as_vector(v):
+        parts = torch.split(v, [math.prod(s) for s in shapes])
+        return torch.cat([t.flatten() for t in f1([p.view(s) for p, s in zip(parts, shapes, strict=True)])])
+
+    jac = torch.autograd.functional.jacobian(as_vector, flat)
+    alone = depth(net, x[:1], y[:1])
+    assert alone.norm_worst == pytest.approx(float(torch.linalg.matrix_norm(jac, 2)), rel=2e-2)
+    assert alone.radius_worst == pytest.approx(float(torch.linalg.eigvals(jac).abs().max()), rel=2e-2)
+    assert alone.proved == pytest.approx(certify(net, measure=False, progress=False).test["perron"])
+
+
+def test_distance_obeys_the_bound(digits):
+    """‖z* − f(0)‖ ≤ L‖z*‖ in the norm of the proof; here D is close to the identity."""
+    net = spread(build("digits", block="potential", n=2, tau=0.3))
+    report = depth(net, digits[0][:20].double(), digits[1][:20])
+    assert 0 < report.distance[0] <= 0.3 * 1.01
+    assert report.tightness <= 1
+
+
+def test_verdicts():
+    base = dict(
+        images=10, steps=[1, 2, 3, 5, 10], accuracy=[0.5] * 5, accuracy_star=0.7, distance=[0.1] * 5, switching=0.3,
+        norm_median=0.4, norm_worst=0.5, radius_median=0.3, radius_worst=0.3, norm_D_worst=0.5, proved=0.9, probed=8,
+        evaluations=6.0, converged=1.0,
+    )  # fmt: skip
+    alive = Depth(same_label=[0.6, 0.8, 0.9, 1.0, 1.0], **base)
+    assert "uses its equilibrium" in alive.verdict and "gains 20.0 points" in alive.verdict
+    assert alive.tightness == pytest.approx(0.5 / 0.9)
+    asleep = Depth(same_label=[FEED_FORWARD + 0.001] + [1.0] * 4, **base)
+    assert asleep.feed_forward and "is feed-forward" in asleep.verdict
+    assert Depth.from_dict(json.loads(json.dumps(alive.to_dict()))) == alive
+    free = Depth(same_label=[0.6] * 5, **{**base, "proved": math.inf})
+    assert free.tightness == 0 and "proved L (test mode): none" in str(free)
+    assert len(alive.plot().lines) == 2
+
+
+def test_command(capsys):
+    assert main(["depth", str(DIGITS), "--images", "60", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["images"] == 60 and found["verdict"].startswith("is feed-forward")
+    assert main(["depth", str(DIGITS), "--images", "60"]) == 0
+    assert "label of z*" in capsys.readouterr().out
+    assert main(["depth", str(DIGITS), "--images", "0"]) == 1
+    assert "images = 0: must be a whole number >= 1" in capsys.readouterr().err
+
+
+def test_wrong_labels_are_refused(digits):
+    with pytest.raises(ValueError, match="labels = 3: must be as many as images, 2"):
+        depth(build("digits"), digits[0][:2], digits[1][:3])
