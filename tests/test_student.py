@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -185,6 +186,17 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
         "one_direction",
         [lambda z: 0.5 * z, lambda z: 2 * z, lambda z: None],
     ),
+    "19_build": (
+        ["build-setup", "build-repair-grader", "build-repair-solution"],
+        "tame_frobenius",
+        [
+            lambda V: V.clamp(-0.9, 0.9),
+            lambda V: 0.9 * V / V.square().sum().sqrt(),  # small ones do not stay
+            lambda V: V * (0.9 / V.square().sum().sqrt()).clamp(max=1).detach() * 0.5,
+            lambda V: V * (0.9 / torch.linalg.matrix_norm(V, 2)).clamp(max=1),
+            lambda V: 0 * V,
+        ],
+    ),
 }
 
 
@@ -192,8 +204,6 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
 def test_graders_tell_right_from_wrong(name, capsys, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(ROOT / "notebooks")
-    import torch
-
     cells, right, wrong = GRADERS[name]
     code = {cell["id"]: "".join(cell["source"]) for cell in source(name)}
     space: dict = {}
