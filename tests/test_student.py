@@ -145,6 +145,29 @@ def test_macros(tex, plain):
     assert expand(tex, macros) == plain
 
 
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("{ref}`explorer <lipschitz-explorer>`", "explorer"),  # of book/explorer.md, which is no notebook
+        ("{ref}`its lesson <lesson-bound>`", "[its lesson](10_bound.ipynb)"),
+        ("{ref}`two\nlines <lesson-bound>`", "[two\nlines](10_bound.ipynb)"),
+        ("{doc}`the lesson </notebooks/10_bound>`", "[the lesson](10_bound.ipynb)"),
+        ("{doc}`the page </book/notation>`", "the page"),
+        ("{numref}`the depth <fig:train-depth>`", "[the depth](train.ipynb)"),
+        ("{py:obj}`L <lipmdeq.bounds.LipschitzSpec.L>`", "L"),
+    ],
+)
+def test_roles_with_a_title(text, plain):
+    assert BOOK.plain("01_banach", text) == plain
+    assert BOOK.plain("10_bound", "{ref}`its lesson <lesson-bound>`") == "its lesson", "no link to itself"
+
+
+def test_figures_of_a_page_without_a_number():
+    """notebooks/train.ipynb stands between lessons; its figures are counted by themselves."""
+    assert BOOK.labels["fig:train-depth"] == ("train", "Figure 1")
+    assert BOOK.labels["fig:banach-cobweb"] == ("01_banach", "Figure 1.1")
+
+
 # ---- graders: the right answer of the book, and wrong ones that students give
 
 
