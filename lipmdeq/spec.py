@@ -277,5 +277,5 @@ class PotentialSpec:
 
     @property
     def error_factor(self) -> float:
-        """1/(1 − tau): ‖z − z*‖ is at most this times the residual ‖f(z) − z‖, at any z (a posteriori)."""
+        """The a-posteriori factor 1/(1 − tau), at any z ‖z − z*‖ is at most this times the residual ‖f(z) − z‖."""
         return a_posteriori_error(self.tau, 1.0)
