@@ -153,7 +153,7 @@ def test_macros(tex, plain):
         ("{ref}`two\nlines <lesson-bound>`", "[two\nlines](10_bound.ipynb)"),
         ("{doc}`the lesson </notebooks/10_bound>`", "[the lesson](10_bound.ipynb)"),
         ("{doc}`the page </book/notation>`", "the page"),
-        ("{numref}`the depth <fig:train-depth>`", "[the depth](train.ipynb)"),
+        ("{numref}`its figure <fig:a-priori>`", "its figure"),  # of no notebook
         ("{py:obj}`L <lipmdeq.bounds.LipschitzSpec.L>`", "L"),
     ],
 )
@@ -164,8 +164,13 @@ def test_roles_with_a_title(text, plain):
 
 def test_figures_of_a_page_without_a_number():
     """notebooks/train.ipynb stands between lessons; its figures are counted by themselves."""
-    assert BOOK.labels["fig:train-depth"] == ("train", "Figure 1")
-    assert BOOK.labels["fig:banach-cobweb"] == ("01_banach", "Figure 1.1")
+    book = Book()
+    figure = {"mystnb": {"figure": {"name": "fig:of-train", "caption": "x"}}}
+    book.notebooks["train"]["cells"].append({"cell_type": "code", "metadata": figure, "source": ""})
+    home, called = book.labels["fig:of-train"]
+    assert home == "train" and re.fullmatch(r"Figure \d+", called)
+    assert book.labels["fig:banach-cobweb"] == ("01_banach", "Figure 1.1")
+    assert book.role("01_banach", "numref", "words <fig:of-train>") == "[words](train.ipynb)"
 
 
 # ---- graders: the right answer of the book, and wrong ones that students give
