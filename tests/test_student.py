@@ -146,6 +146,34 @@ def test_macros(tex, plain):
     assert expand(tex, macros) == plain
 
 
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("{ref}`explorer <lipschitz-explorer>`", "explorer"),  # of book/explorer.md, which is no notebook
+        ("{ref}`its lesson <lesson-bound>`", "[its lesson](10_bound.ipynb)"),
+        ("{ref}`two\nlines <lesson-bound>`", "[two\nlines](10_bound.ipynb)"),
+        ("{doc}`the lesson </notebooks/10_bound>`", "[the lesson](10_bound.ipynb)"),
+        ("{doc}`the page </book/notation>`", "the page"),
+        ("{numref}`its figure <fig:a-priori>`", "its figure"),  # of no notebook
+        ("{py:obj}`L <lipmdeq.bounds.LipschitzSpec.L>`", "L"),
+    ],
+)
+def test_roles_with_a_title(text, plain):
+    assert BOOK.plain("01_banach", text) == plain
+    assert BOOK.plain("10_bound", "{ref}`its lesson <lesson-bound>`") == "its lesson", "no link to itself"
+
+
+def test_figures_of_a_page_without_a_number():
+    """notebooks/train.ipynb stands between lessons; its figures are counted by themselves."""
+    book = Book()
+    figure = {"mystnb": {"figure": {"name": "fig:of-train", "caption": "x"}}}
+    book.notebooks["train"]["cells"].append({"cell_type": "code", "metadata": figure, "source": ""})
+    home, called = book.labels["fig:of-train"]
+    assert home == "train" and re.fullmatch(r"Figure \d+", called)
+    assert book.labels["fig:banach-cobweb"] == ("01_banach", "Figure 1.1")
+    assert book.role("01_banach", "numref", "words <fig:of-train>") == "[words](train.ipynb)"
+
+
 # ---- graders: the right answer of the book, and wrong ones that students give
 
 
