@@ -180,6 +180,11 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
         "best_step_solution",
         [lambda W: 0.1, lambda W: 0.0, lambda W: 2 / max(1.0, W.norm().item() ** 2), lambda W: "1"],
     ),
+    "22_certified": (
+        ["certified-setup", "certified-grader", "certified-solution"],
+        "largest_tau_solution",
+        [lambda k, tol: tol ** (1 / k), lambda k, tol: 0.1, lambda k, tol: 1.0, lambda k, tol: "1"],
+    ),
     "11_certificate": (
         ["certificate-setup", "certificate-grader", "certificate-solution"],
         "one_direction",
