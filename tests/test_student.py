@@ -186,7 +186,13 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
         [lambda k, tol: tol ** (1 / k), lambda k, tol: 0.1, lambda k, tol: 1.0, lambda k, tol: "1"],
     ),
     "11_certificate": (
-        ["certificate-setup", "certificate-grader", "certificate-solution"],
+        [
+            "certificate-setup-part1",
+            "certificate-setup-part2",
+            "certificate-setup",
+            "certificate-grader",
+            "certificate-solution",
+        ],
         "one_direction",
         [lambda z: 0.5 * z, lambda z: 2 * z, lambda z: None],
     ),
