@@ -209,8 +209,19 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
         "best_step_solution",
         [lambda W: 0.1, lambda W: 0.0, lambda W: 2 / max(1.0, W.norm().item() ** 2), lambda W: "1"],
     ),
+    "22_certified": (
+        ["certified-setup", "certified-grader", "certified-solution"],
+        "largest_tau_solution",
+        [lambda k, tol: tol ** (1 / k), lambda k, tol: 0.1, lambda k, tol: 1.0, lambda k, tol: "1"],
+    ),
     "11_certificate": (
-        ["certificate-setup", "certificate-grader", "certificate-solution"],
+        [
+            "certificate-setup-part1",
+            "certificate-setup-part2",
+            "certificate-setup",
+            "certificate-grader",
+            "certificate-solution",
+        ],
         "one_direction",
         [lambda z: 0.5 * z, lambda z: 2 * z, lambda z: None],
     ),
