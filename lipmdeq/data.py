@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -61,10 +62,14 @@ def mean_std(images: Tensor) -> tuple[Floats, Floats]:
 
 def normalise(images: Tensor, mean: Floats, std: Floats) -> Tensor:
     """uint8 (B, C, H, W) to float32 with the channel means and deviations (on the scale [0, 1]) removed."""
-    shape = (1, -1, 1, 1)
-    shift = torch.tensor(mean, device=images.device, dtype=torch.float32).reshape(shape) * 255
-    scale = torch.tensor(std, device=images.device, dtype=torch.float32).reshape(shape) * 255
+    shift, scale = (_levels(v, images.device) for v in (mean, std))
     return (images.to(torch.float32) - shift) / scale
+
+
+@lru_cache(maxsize=16)  # on a GPU each copy from the host would make it wait, at every batch
+def _levels(values: Floats, device: torch.device) -> Tensor:
+    """Numbers on the scale [0, 1] as grey levels for every channel, (1, C, 1, 1)."""
+    return torch.tensor(values, device=device, dtype=torch.float32).reshape(1, -1, 1, 1) * 255
 
 
 def crop_and_flip(images: Tensor, padding: int, u: Tensor) -> Tensor:
