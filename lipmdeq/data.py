@@ -78,7 +78,7 @@ def crop_and_flip(images: Tensor, padding: int, u: Tensor) -> Tensor:
     One gather for the whole batch (B, C, H, W) on its device; same result on every device.
     """
     b, c, h, w = images.shape
-    u = u.to(images.device)
+    u = u.to(images.device, non_blocking=True)
     padded = torch.nn.functional.pad(images, (padding,) * 4)
     top, left = (u[:, :2] * (2 * padding + 1)).long().unbind(1)
     rows = top[:, None] + torch.arange(h, device=images.device)
@@ -141,7 +141,7 @@ class Split:
 
     def _batches(self, plan: Plan) -> Iterator[Batch]:
         for index, u in plan:
-            index = index.to(self.labels.device)
+            index = index.to(self.labels.device, non_blocking=True)
             x = self.images[index]
             if u is not None and self.padding is not None:
                 x = crop_and_flip(x, self.padding, u[:, :3])
