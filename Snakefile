@@ -3,12 +3,14 @@
 #
 #   snakemake --cores 2                                   run what is missing of protocol cpu, two runs at a time
 #   snakemake --cores 2 --config tables=table1,figure4    only these tables
-#   snakemake --config protocol=paper --executor slurm …  the paper's scale, on a cluster with GPUs
+#   snakemake --profile profiles/slurm --config protocol=paper   the paper's scale, on a cluster with GPUs (pip install '.[slurm]')
+#   LIPMDEQ_GPUS=4 snakemake --profile profiles/gpus --config protocol=paper   the same on one machine with four GPUs
 #   snakemake -n                                          only say what would be run
 #
 # A record that exists is never made again. A run that was killed goes on where it was, in its folder under runs/, and a
 # finished one there is only published: delete both to repeat a run. Times of files, arbitrary after a clone, count only
 # where contents disagree. Options of this graph: profiles/default/config.yaml.
+import os
 import sys
 from pathlib import Path
 
@@ -158,6 +160,7 @@ rule run:
     params:
         python=sys.executable,
         out="runs/{protocol}/{table}/{row}/seed{seed}",
+        launch="sh profiles/gpus/on_free_gpu " if os.environ.get("LIPMDEQ_GPUS") else "",
     log:
         "runs/{protocol}/{table}/{row}/seed{seed}.log",
     threads: lambda w: RunConfig.from_yaml(f"configs/{w.protocol}/{w.table}/{w.row}.yaml").threads
@@ -167,7 +170,7 @@ rule run:
         runtime=lambda w: 48 * 60 if w.protocol == "paper" else 300,
     shell:
         "export OMP_NUM_THREADS={threads} JUPYTER_PREFER_ENV_PATH=1 && mkdir -p {params.out} && "
-        "{params.python} -m papermill notebooks/train.ipynb {params.out}/train.ipynb -f {input.config} "
+        "{params.launch}{params.python} -m papermill notebooks/train.ipynb {params.out}/train.ipynb -f {input.config} "
         "-p seed {wildcards.seed} -p out {params.out} --no-progress-bar > {log} 2>&1 && "
         "cp {params.out}/record.json {output.record}.part && mv {output.record}.part {output.record}"
 

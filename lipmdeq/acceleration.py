@@ -331,7 +331,7 @@ class AndersonStep(_SafeStep):
                 alpha, guard.promise = self.eye[self.anchor, :n], np.full(len(accept), np.inf)
                 some = anderson_weights(gram, anchor, self.ridge, self.eps)
                 alpha[accelerate], guard.promise[accelerate] = some
-        out = combine(torch.from_numpy(alpha).to(self.g), fs)
+        out = combine(torch.from_numpy(alpha).to(self.g, non_blocking=True), fs)
         if self.beta != 1:  # mixing acts on accelerated samples only: the fallback stays Picard
             out -= combine(torch.from_numpy((1 - self.beta) * accelerate[:, None] * alpha).to(self.g), gs)
         return out
@@ -361,11 +361,11 @@ class BroydenStep(_SafeStep):
         if accept.all():
             self.f_a, self.g_a, self.z_a = (t.clone() for t in here)
         elif accept.any():
-            i = torch.from_numpy(np.flatnonzero(accept)).to(self.g.device)
+            i = torch.from_numpy(np.flatnonzero(accept)).to(self.g.device, non_blocking=True)
             for anchor, t in zip((self.f_a, self.g_a, self.z_a), here, strict=True):
                 anchor[i] = t[i]
         self.guard.promise = self.guard.best * np.minimum(self.guard.q, 1)  # as good as Picard, at least
-        coef = dots(self.uv[: self.n, 1], self.g_a) * torch.from_numpy(accelerate).to(self.g)[:, None]
+        coef = dots(self.uv[: self.n, 1], self.g_a) * torch.from_numpy(accelerate).to(self.g, non_blocking=True)[:, None]
         return self.f_a - combine(coef, self.uv[: self.n, 0])  # no correction: Picard from the anchor
 
     def _learn(self, s: Tensor, y: Tensor) -> None:

@@ -117,12 +117,19 @@ class Sums:
     worst_over_c: float = 0.0  # the largest bound on a norm over c that a proof found
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLOCKS, 0.0))
 
+    def __post_init__(self):
+        self._waiting: list[Tensor] = []  # loss times images, right ones, right among five, of each batch
+
     def add(self, loss: Tensor, logits: Tensor, y: Tensor, solution: Solution) -> None:
-        """Count one batch, after its backward pass if it has one."""
-        self.images, self.loss = self.images + len(y), self.loss + float(loss) * len(y)
-        self.correct += int((logits.argmax(1) == y).sum())
-        if logits.shape[1] >= 10:
-            self.top5 += int((logits.topk(5, 1).indices == y[:, None]).any(1).sum())
+        """Count one batch, after its backward pass if it has one.
+
+        Loss and labels stay on their device until :meth:`settle`: reading them at each step would make a GPU wait.
+        """
+        self.images += len(y)
+        right = (logits.argmax(1) == y).sum()
+        ranked = logits.topk(5, 1).indices if logits.shape[1] >= 10 else logits[:, :0]  # of fewer than ten classes: none
+        five = (ranked == y[:, None]).any(1).sum()
+        self._waiting.append(torch.stack([loss.double() * len(y), right.double(), five.double()]))
         self._count("forward", solution)
         self._count("backward", solution.backward)
 
@@ -141,8 +148,16 @@ class Sums:
         worst = f"worst_residual_{way}"
         setattr(self, worst, max(getattr(self, worst), float(solution.residuals[-1].max())))
 
+    def settle(self) -> Sums:
+        """Read what waits on the device, once; returns itself."""
+        for loss, right, five in torch.stack(self._waiting).cpu().tolist() if self._waiting else []:
+            self.loss, self.correct, self.top5 = self.loss + loss, self.correct + int(right), self.top5 + int(five)
+        self._waiting = []
+        return self
+
     def over(self, world: World) -> Sums:
         """The sums of all processes; the clocks of the slowest."""
+        self.settle()
         names = [f.name for f in fields(self) if f.name != "seconds"]
         peaks = [n for n in names if n.startswith("worst")]
         rest = [n for n in names if n not in peaks]
@@ -154,6 +169,7 @@ class Sums:
 
     def row(self, classes: int, ways: tuple[str, ...]) -> dict:
         """Means and counts for the history."""
+        self.settle()
         n = max(1, self.images)
         row = {"images": self.images, "loss": self.loss / n, "accuracy": self.correct / n}
         row["top5"] = self.top5 / n if classes >= 10 else None

@@ -91,7 +91,7 @@ def mixed_1x1_norm(conv: Conv, norm: MGN) -> Norm:
     removed, and Q mixes channels.)
     """
     w = conv.kernel().detach().double().flatten(1)
-    gamma = torch.as_tensor(norm.scale()).detach().double() * torch.ones(norm.channels, dtype=torch.double)
+    gamma = w.new_ones(norm.channels) * torch.as_tensor(norm.scale()).detach().double()
     groups = w.view(norm.groups, -1, w.shape[1])
     centred = (groups - groups.mean(1, keepdim=True)).reshape(w.shape)
     both = torch.stack([gamma[:, None] * w, gamma[:, None] * centred])
@@ -208,10 +208,8 @@ class JacobianProbe:
     def spectral_radius(self, steps: int = 25, generator: torch.Generator | None = None) -> Tensor:
         """max |λ(J)| for each sample by Arnoldi iteration: an estimate."""
         v = _random_like(self.z, generator)
-        basis, h = (
-            [_scaled(v, 1 / _norms(v))],
-            torch.zeros(self.z[0].shape[0], steps + 1, steps, dtype=torch.double),
-        )
+        basis = [_scaled(v, 1 / _norms(v))]
+        h = torch.zeros(len(v[0]), steps + 1, steps, dtype=torch.double, device=v[0].device)
         for k in range(steps):
             w = self.jvp(basis[k])
             for i, b in enumerate(basis):
@@ -221,7 +219,7 @@ class JacobianProbe:
             size = _norms(w)
             h[:, k + 1, k] = size.double()
             basis.append(_scaled(w, 1 / size.clamp_min(1e-30)))
-        return torch.linalg.eigvals(h[:, :steps]).abs().amax(1)
+        return torch.linalg.eigvals(h[:, :steps].cpu()).abs().amax(1)
 
 
 def _random_like(z: list[Tensor], generator) -> list[Tensor]:

@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -61,10 +62,14 @@ def mean_std(images: Tensor) -> tuple[Floats, Floats]:
 
 def normalise(images: Tensor, mean: Floats, std: Floats) -> Tensor:
     """uint8 (B, C, H, W) to float32 with the channel means and deviations (on the scale [0, 1]) removed."""
-    shape = (1, -1, 1, 1)
-    shift = torch.tensor(mean, device=images.device, dtype=torch.float32).reshape(shape) * 255
-    scale = torch.tensor(std, device=images.device, dtype=torch.float32).reshape(shape) * 255
+    shift, scale = (_levels(v, images.device) for v in (mean, std))
     return (images.to(torch.float32) - shift) / scale
+
+
+@lru_cache(maxsize=16)  # on a GPU each copy from the host would make it wait, at every batch
+def _levels(values: Floats, device: torch.device) -> Tensor:
+    """Numbers on the scale [0, 1] as grey levels for every channel, (1, C, 1, 1)."""
+    return torch.tensor(values, device=device, dtype=torch.float32).reshape(1, -1, 1, 1) * 255
 
 
 def crop_and_flip(images: Tensor, padding: int, u: Tensor) -> Tensor:
@@ -73,7 +78,7 @@ def crop_and_flip(images: Tensor, padding: int, u: Tensor) -> Tensor:
     One gather for the whole batch (B, C, H, W) on its device; same result on every device.
     """
     b, c, h, w = images.shape
-    u = u.to(images.device)
+    u = u.to(images.device, non_blocking=True)
     padded = torch.nn.functional.pad(images, (padding,) * 4)
     top, left = (u[:, :2] * (2 * padding + 1)).long().unbind(1)
     rows = top[:, None] + torch.arange(h, device=images.device)
@@ -136,7 +141,7 @@ class Split:
 
     def _batches(self, plan: Plan) -> Iterator[Batch]:
         for index, u in plan:
-            index = index.to(self.labels.device)
+            index = index.to(self.labels.device, non_blocking=True)
             x = self.images[index]
             if u is not None and self.padding is not None:
                 x = crop_and_flip(x, self.padding, u[:, :3])

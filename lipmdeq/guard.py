@@ -163,8 +163,10 @@ class NormGuard:
     def _moved(self, weight: Tensor) -> float:
         """Bound on ‖T_W − T_V‖, inf when there is no V to compare with."""
         v, w = self._seen, weight.detach()
-        if v is None or (v.shape, v.dtype, v.device) != (w.shape, w.dtype, w.device):
+        if v is None or (v.shape, v.dtype) != (w.shape, w.dtype):
             return math.inf
+        if v.device != w.device:  # the layer moved: what is known about V is true there too
+            v = self._seen = v.to(w.device)
         return self._drift * (1 + 1e-6) * float(torch.linalg.vector_norm(w - v, dtype=torch.double))
 
     def _kernel(self, weight: Tensor) -> Kernel:

@@ -68,11 +68,22 @@ def write_json(path: str | Path, value: dict) -> None:
 def save_checkpoint(path: str | Path, state: dict) -> None:
     """Write plain tensors, numbers, lists and dicts with their sha256, atomically."""
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save(_on_cpu(state), buffer)
     content = buffer.getbuffer()
     with writing(Path(path)) as part, open(part, "wb") as f:
         f.write(f"{MAGIC} {hashlib.sha256(content).hexdigest()}\n".encode())
         f.write(content)
+
+
+def _on_cpu(value):
+    """The same with all tensors on the CPU, where every machine can read them; what is there already is left as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict) and (moved := {k: _on_cpu(v) for k, v in value.items()}):
+        return value if all(moved[k] is value[k] for k in moved) else moved
+    if isinstance(value, list) and (moved := [_on_cpu(v) for v in value]):
+        return value if all(a is b for a, b in zip(moved, value, strict=True)) else moved
+    return value
 
 
 def load_checkpoint(path: str | Path) -> dict:

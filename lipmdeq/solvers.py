@@ -230,7 +230,7 @@ def _largest(t: torch.Tensor) -> torch.Tensor:
 
 def rows(mask: np.ndarray, chosen: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
     """States with the samples of mask from `chosen`, the rest from `others`."""
-    m = torch.from_numpy(mask).to(others[0].device)
+    m = torch.from_numpy(mask).to(others[0].device, non_blocking=True)
     return [
         torch.where(m.view(-1, *[1] * (t.dim() - 1)), c.to(t.dtype), t)
         for c, t in zip(chosen, others, strict=True)

@@ -160,7 +160,7 @@ class Track:
         self.calm = s.stop == "worst" and not (self.stopped or self.kept.any())
 
     def _save(self, mask: np.ndarray, evaluation: Evaluation) -> None:
-        i = torch.from_numpy(np.flatnonzero(mask)).to(self.layout.device)
+        i = torch.from_numpy(np.flatnonzero(mask)).to(self.layout.device, non_blocking=True)
         self.saved = self.layout.empty(2) if self.saved is None else self.saved
         for keep, now in zip(self.saved, evaluation, strict=True):
             keep[i] = torch.cat([t[i] for t in self.layout.rows(now)], 1).to(keep.dtype)
@@ -169,7 +169,7 @@ class Track:
         """Branches with the saved z (which = 0) or f(z) (1) in the rows of mask; copies, unless there are none."""
         if not mask.any():
             return branches
-        i = torch.from_numpy(np.flatnonzero(mask)).to(self.layout.device)
+        i = torch.from_numpy(np.flatnonzero(mask)).to(self.layout.device, non_blocking=True)
         out = self.layout.copy(branches)
         parts = self.saved[which, i].split(self.layout.sizes, 1)
         for t, part in zip(self.layout.rows(out), parts, strict=True):

@@ -277,7 +277,7 @@ class Run:
         torch.manual_seed(stream(STEP, cfg.seed, self.epoch, self.step, world.rank))
         loss, ce, logits, solution = self.batch(x, y, jacobian_weight(cfg, self.epoch, self.step))
         mark = self._tick("forward", mark)
-        self._check(float(ce), float(loss.detach()))
+        self._check(*torch.stack([ce, loss.detach()]).cpu().tolist())  # one copy to the host
         self.adam.zero_grad(set_to_none=True)
         loss.backward()
         mark = self._tick("backward", mark)
