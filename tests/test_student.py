@@ -180,6 +180,16 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
         "best_step_solution",
         [lambda W: 0.1, lambda W: 0.0, lambda W: 2 / max(1.0, W.norm().item() ** 2), lambda W: "1"],
     ),
+    "21_depth": (
+        ["depth-setup", "depth-grader", "depth-solution"],
+        "undecided_solution",
+        [
+            lambda L: ([[L, 0.0], [0.0, L]], [1.0, 2.0]),  # tight, the same label
+            lambda L: ([[0.0, -0.5 * L], [0.5 * L, 0.0]], [1 + L / 2 + L * L / 2, 1.0]),  # half of what is allowed
+            lambda L: ([[0.0, -2.0], [2.0, 0.0]], [2.0, 1.0]),  # too large a norm
+            lambda L: L,
+        ],
+    ),
     "11_certificate": (
         ["certificate-setup", "certificate-grader", "certificate-solution"],
         "one_direction",
