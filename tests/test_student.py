@@ -185,7 +185,10 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
         "undecided_solution",
         [
             lambda L: ([[L, 0.0], [0.0, L]], [1.0, 2.0]),  # tight, the same label
-            lambda L: ([[0.0, -0.5 * L], [0.5 * L, 0.0]], [1 + L / 2 + L * L / 2, 1.0]),  # half of what is allowed
+            lambda L: (
+                [[0.0, -0.5 * L], [0.5 * L, 0.0]],
+                [1 + L / 2 + L * L / 2, 1.0],
+            ),  # half of what is allowed
             lambda L: ([[0.0, -2.0], [2.0, 0.0]], [2.0, 1.0]),  # too large a norm
             lambda L: L,
         ],
