@@ -365,7 +365,10 @@ class BroydenStep(_SafeStep):
             for anchor, t in zip((self.f_a, self.g_a, self.z_a), here, strict=True):
                 anchor[i] = t[i]
         self.guard.promise = self.guard.best * np.minimum(self.guard.q, 1)  # as good as Picard, at least
-        coef = dots(self.uv[: self.n, 1], self.g_a) * torch.from_numpy(accelerate).to(self.g, non_blocking=True)[:, None]
+        coef = (
+            dots(self.uv[: self.n, 1], self.g_a)
+            * torch.from_numpy(accelerate).to(self.g, non_blocking=True)[:, None]
+        )
         return self.f_a - combine(coef, self.uv[: self.n, 0])  # no correction: Picard from the anchor
 
     def _learn(self, s: Tensor, y: Tensor) -> None:

@@ -24,7 +24,9 @@ from check_book import pages  # noqa: E402
 from pictures import difference  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LESSONS = [path for path in NOTEBOOKS if re.match(r"(0[1-9]|1[013-689])_", path.name)]  # those with exercises
+LESSONS = [
+    path for path in NOTEBOOKS if re.match(r"(0[1-9]|1[013-689]|21)_", path.name)
+]  # those with exercises
 TOC = pages(yaml.safe_load((ROOT / "_toc.yml").read_text("utf8")))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
 

@@ -214,10 +214,21 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
         "largest_tau_solution",
         [lambda k, tol: tol ** (1 / k), lambda k, tol: 0.1, lambda k, tol: 1.0, lambda k, tol: "1"],
     ),
+    "21_depth": (
+        ["depth-setup", "depth-grader", "depth-solution"],
+        "undecided_solution",
+        [
+            lambda L: ([[L, 0.0], [0.0, L]], [1.0, 2.0]),  # tight, the same label
+            lambda L: (
+                [[0.0, -0.5 * L], [0.5 * L, 0.0]],
+                [1 + L / 2 + L * L / 2, 1.0],
+            ),  # half of what is allowed
+            lambda L: ([[0.0, -2.0], [2.0, 0.0]], [2.0, 1.0]),  # too large a norm
+            lambda L: L,
+        ],
+    ),
     "11_certificate": (
         [
-            "certificate-setup-part1",
-            "certificate-setup-part2",
             "certificate-setup",
             "certificate-grader",
             "certificate-solution",
