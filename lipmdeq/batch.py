@@ -127,7 +127,9 @@ class Sums:
         """
         self.images += len(y)
         right = (logits.argmax(1) == y).sum()
-        ranked = logits.topk(5, 1).indices if logits.shape[1] >= 10 else logits[:, :0]  # of fewer than ten classes: none
+        ranked = (
+            logits.topk(5, 1).indices if logits.shape[1] >= 10 else logits[:, :0]
+        )  # of fewer than ten classes: none
         five = (ranked == y[:, None]).any(1).sum()
         self._waiting.append(torch.stack([loss.double() * len(y), right.double(), five.double()]))
         self._count("forward", solution)
@@ -151,7 +153,11 @@ class Sums:
     def settle(self) -> Sums:
         """Read what waits on the device, once; returns itself."""
         for loss, right, five in torch.stack(self._waiting).cpu().tolist() if self._waiting else []:
-            self.loss, self.correct, self.top5 = self.loss + loss, self.correct + int(right), self.top5 + int(five)
+            self.loss, self.correct, self.top5 = (
+                self.loss + loss,
+                self.correct + int(right),
+                self.top5 + int(five),
+            )
         self._waiting = []
         return self
 

@@ -1,8 +1,8 @@
-"""A pretended accelerator: tensors that say they are on "pretend:0", keep their numbers on the CPU and refuse to meet CPU tensors.
+"""A pretended accelerator: tensors that say they are on "pretend:0", keep their numbers on the CPU, refuse to meet CPU tensors.
 
-What runs on it without an error has every tensor on its own device, and ends bit-equal to the CPU. `Watch` counts what would make a
-real accelerator's host wait: values that are read (`.item()`, `bool`), copies between host and device that block, results whose
-shape depends on data, decompositions whose success the host checks.
+What runs on it without an error has every tensor on its own device, and ends bit-equal to the CPU. `Watch` counts what would
+make the host of a real one wait: values that are read (`.item()`, `bool`), copies between host and device that block, results
+whose shape depends on data, decompositions whose success the host checks.
 
     with Factory():                                  # tensors made with device=DEVICE are pretended
         x = torch.randn(2, 3, device=DEVICE)
@@ -23,8 +23,21 @@ _setup_privateuseone_for_python_backend("pretend")
 DEVICE, CPU = torch.device("pretend", 0), torch.device("cpu")
 _aten = torch.ops.aten
 COPIES = {_aten._to_copy.default, _aten.copy_.default}
-SHAPES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")  # depend on data
-CHECKED = ("_linalg_check_errors", "_linalg_eigh", "linalg_eig", "_linalg_eigvals", "_linalg_svd")  # the host sees `info`
+SHAPES = (
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+)  # depend on data
+CHECKED = (
+    "_linalg_check_errors",
+    "_linalg_eigh",
+    "linalg_eig",
+    "_linalg_eigvals",
+    "_linalg_svd",
+)  # the host sees `info`
 
 
 class Watch:
@@ -60,7 +73,9 @@ class Pretend(torch.Tensor):
     @staticmethod
     def __new__(cls, data):
         layout = dict(strides=data.stride(), storage_offset=data.storage_offset(), dtype=data.dtype)
-        return torch.Tensor._make_wrapper_subclass(cls, data.shape, device=DEVICE, requires_grad=False, **layout)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, device=DEVICE, requires_grad=False, **layout
+        )
 
     def __init__(self, data):
         self.kept = data
@@ -91,7 +106,9 @@ def _kind(func, args, kwargs, tensors, answer_there: bool) -> str | None:
         return None
     if name == "_local_scalar_dense":
         return "value"
-    masks = name in ("index", "index_put_", "_index_put_impl_") and any(t.dtype == torch.bool for t in tensors[1:])
+    masks = name in ("index", "index_put_", "_index_put_impl_") and any(
+        t.dtype == torch.bool for t in tensors[1:]
+    )
     if name in SHAPES or masks:
         return "shape"
     return "check" if name in CHECKED else None
@@ -109,7 +126,9 @@ def run(func, args, kwargs):
     answer_there = there if device is None else torch.device(device).type == DEVICE.type
     if kind := _kind(func, args, kwargs, tensors, answer_there):
         Watch.saw(kind)
-    known = {id(t.kept): t for t in tensors if isinstance(t, Pretend)}  # in-place operations return their operand
+    known = {
+        id(t.kept): t for t in tensors if isinstance(t, Pretend)
+    }  # in-place operations return their operand
     args, kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
     if device is not None:
         kwargs = {**kwargs, "device": CPU}

@@ -17,12 +17,25 @@ from lipmdeq.parallel import World
 from lipmdeq.runconfig import RunConfig
 from lipmdeq.training import Run
 
-SMALL = dict(c=0.2, n=2, train_images=32, test_images=16, batch=16, epochs=1, lr=5e-3, p=0.2, device="cpu", prove_every=2)
+SMALL = dict(
+    c=0.2,
+    n=2,
+    train_images=32,
+    test_images=16,
+    batch=16,
+    epochs=1,
+    lr=5e-3,
+    p=0.2,
+    device="cpu",
+    prove_every=2,
+)
 # Every gradient rule, solver and block at least once; c is small, so that the constraint acts.
 RUNS = {
     "implicit, anderson": dict(a=0.4),
     "jfb, picard": dict(a=0.4, method="jfb", solver="picard"),
-    "phantom, broyden, mdeq": dict(model="mdeq", method="phantom", phantom_steps=2, solver="broyden", max_forward=4),
+    "phantom, broyden, mdeq": dict(
+        model="mdeq", method="phantom", phantom_steps=2, solver="broyden", max_forward=4
+    ),
     "unrolled, potential": dict(block="potential", method="unrolled", steps=2),
     "implicit, broyden, potential": dict(block="potential", solver="broyden", label_smoothing=0.1),
     "implicit, picard, mdeq": dict(model="mdeq", solver="picard", max_forward=4, max_backward=4),
@@ -168,7 +181,11 @@ def test_certificate_and_depth_are_equal(fields, tmp_path):
 def test_cpu_tensor_in_a_layer_is_seen(tmp_path, monkeypatch):
     """Test of the tests: one table on the CPU in the place of the weight's device, and the step stops."""
     scale = MGN.scale
-    monkeypatch.setattr(MGN, "scale", lambda self: scale(self) if self.weight is None else scale(self) * torch.ones(self.channels))
+    monkeypatch.setattr(
+        MGN,
+        "scale",
+        lambda self: scale(self) if self.weight is None else scale(self) * torch.ones(self.channels),
+    )
     cfg = settings(a=0.4)
     one_epoch(Run(cfg, tmp_path / "cpu", World.open(cfg)))
     with Factory(), pytest.raises(RuntimeError, match="tensors on pretend and cpu meet"):
@@ -212,7 +229,9 @@ def test_constraint_without_proof_waits_for_nothing(tmp_path):
 def test_added_item_is_seen(tmp_path, monkeypatch):
     """Test of the tests: a value that a layer reads is counted."""
     scale = MGN.scale
-    monkeypatch.setattr(MGN, "scale", lambda self: scale(self) * float(self.weight is None or self.weight[0] * 0 + 1))
+    monkeypatch.setattr(
+        MGN, "scale", lambda self: scale(self) * float(self.weight is None or self.weight[0] * 0 + 1)
+    )
     with Factory():
         run = there(settings(a=0.4, solver="picard", prove_every=10**6), tmp_path)
         run.model.train()
