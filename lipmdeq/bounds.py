@@ -1,7 +1,7 @@
 """Closed forms for Lipschitz MDEQ: L from a, c, γ̄, α1, α2, n, p, and here the way back, from L to them.
 
 Floats and numpy only. Everything of `constants` (single operations), `matrices` (norms of a comparison
-matrix), `spec` (how L is composed, and its four readings) and `banach` (what L guarantees) can be
+matrix), `spec` (how L is composed, its four readings, and the certified family) and `banach` (what L guarantees) can be
 imported from here.
 """
 
@@ -45,7 +45,7 @@ from .constants import (  # noqa: F401
     lip_up,
 )
 from .matrices import frobenius, perron, spectral  # noqa: F401
-from .spec import ABLATIONS, READINGS, LipschitzSpec, Operations  # noqa: F401
+from .spec import ABLATIONS, READINGS, LipschitzSpec, Operations, PotentialSpec  # noqa: F401
 
 _BELOW_1 = math.nextafter(1, 0)
 # Smallest and largest float tried for each field; open ends of a range are approached, not touched.

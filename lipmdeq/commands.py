@@ -140,12 +140,19 @@ def add_certify(commands) -> None:
 def run_certify(args: argparse.Namespace) -> int:
     """Print the certificate of a checkpoint."""
     from lipmdeq.certificate import certify, jsonable
-    from lipmdeq.records import load_model
+    from lipmdeq.records import load_checkpoint, load_model
+    from lipmdeq.training import test_images
 
-    size = args.image_size
+    size, x = args.image_size, None
     if size is not None:
         size = check_whole("image_size", size, 1, LARGEST_IMAGE)
-    certificate = certify(load_model(args.checkpoint), size, progress=not args.json)
+    model = load_model(args.checkpoint)
+    if size is None:
+        try:  # measured on test images where the data set is here, else on noise, and the table says which
+            x, _ = test_images(RunConfig.from_mapping(load_checkpoint(args.checkpoint)["parameters"]), 8)
+        except OneSentence:
+            x = None
+    certificate = certify(model, size, x=x, progress=not args.json)
     if args.json:
         print(json.dumps(jsonable(certificate.to_dict()), indent=1, allow_nan=False))
     else:

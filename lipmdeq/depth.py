@@ -167,7 +167,7 @@ class _Counts:
     """Sums over the batches."""
 
     def __init__(self) -> None:
-        self.right, self.same = torch.zeros(len(STEPS)), torch.zeros(len(STEPS))
+        self.right, self.same = torch.zeros(2, len(STEPS), dtype=torch.double)
         self.right_star, self.evaluations, self.converged = 0, 0.0, 0
         self.distance: list[Tensor] = []
 

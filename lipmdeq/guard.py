@@ -1,4 +1,4 @@
-"""The constraint ‖W‖₂ ≤ c during training, proved after every step (Conv*, Lemma ``lem:conv``).
+"""The proof of the constraint ‖W‖₂ ≤ c in training (Conv*, Lemma ``lem:conv``); between two proofs ``Conv.estimate`` holds it.
 
 Three ways to know that an operator norm is at most c, from cheap to dear:
 

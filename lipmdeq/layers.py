@@ -29,7 +29,7 @@ from lipmdeq import bounds
 from lipmdeq.guard import NormGuard
 
 MARGIN = 0.04  # what estimated norms stay below c: a warm power step lags behind weights that move
-COLD_STEPS = 20  # power steps from a random vector
+COLD_STEPS = 20  # power steps from random vectors
 Leaf = Callable[[nn.Module], float | None]
 
 
@@ -44,6 +44,11 @@ def _into(y: Tensor, own: bool = True) -> Tensor | None:
 
 def _per_channel(v: Tensor) -> Tensor:
     return v.view(*v.shape, 1, 1)
+
+
+def _lengths(v: Tensor) -> Tensor:
+    """Norm of each sample, (B, 1, 1, 1)."""
+    return torch.linalg.vector_norm(v, dim=(1, 2, 3), keepdim=True)
 
 
 class Conv(nn.Module):
@@ -117,24 +122,26 @@ class Conv(nn.Module):
 
     @torch.no_grad()
     def estimate(self) -> Tensor:
-        """A lower estimate of the operator norm: ‖TᵀTv‖/‖Tv‖ for the v of the last call, which becomes TᵀTv.
+        """A lower estimate of the operator norm: the larger √‖TᵀTv‖ of two unit v, which become TᵀTv, orthogonal and unit again.
 
-        The first v after :meth:`forget` is random, and takes COLD_STEPS steps.
+        Two, because a direction that grows may overtake the largest. After :meth:`forget` they are random and take COLD_STEPS
+        steps.
         """
         kernel = self.kernel()
         steps, (h, w) = 1, self.size
         if self._v is None or (self._v.device, self._v.dtype) != (kernel.device, kernel.dtype):
-            start = torch.randn(1, kernel.shape[1], h, w, generator=torch.Generator().manual_seed(0))
-            self._v, steps = start.to(kernel), COLD_STEPS
+            start = torch.randn(2, kernel.shape[1], h, w, generator=torch.Generator().manual_seed(0))
+            self._v, steps = (start / _lengths(start)).to(kernel), COLD_STEPS
         left = [(s + 2 * self.padding - kernel.shape[-1]) % self.stride for s in (h, w)]
         tiny = torch.finfo(kernel.dtype).tiny
         for _ in range(steps):
             y = F.conv2d(self._v, kernel, stride=self.stride, padding=self.padding)
-            y = y / y.norm().clamp_min(tiny)
             v = F.conv_transpose2d(y, kernel, stride=self.stride, padding=self.padding, output_padding=left)
-            sigma = v.norm().clamp_min(tiny)
-            self._v = v / sigma
-        return sigma
+            lengths = _lengths(v).clamp_min(tiny)
+            one, two = v / lengths
+            two = two - (one * two).sum() * one
+            self._v = torch.stack((one, two / two.norm().clamp_min(tiny)))
+        return lengths.max().sqrt()
 
     def forget(self) -> None:
         """Drop what the constraint remembers of earlier weights; the next call starts afresh."""

@@ -72,13 +72,15 @@ class ModelConfig:
 
     def __post_init__(self):
         for field in ("channels", "head_channels", "stem_strides"):
+            if not isinstance(getattr(self, field), list | tuple):
+                raise ValueError(f"{field} = {getattr(self, field)!r}: must be a list of whole numbers")
             object.__setattr__(self, field, tuple(getattr(self, field)))
         self.spec()  # validates a, c, gamma, alpha1, alpha2, n, p
         bounds.check_range("tau", self.tau, 0, 1)
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} = {getattr(self, field)!r}: must be one of {', '.join(allowed)}")
-        if len(self.stem_strides) != 2 or any(s not in (1, 2) for s in self.stem_strides):
+        if len(self.stem_strides) != 2 or any(not _whole(s) or s > 2 for s in self.stem_strides):
             raise ValueError(f"stem_strides = {self.stem_strides}: must be two numbers, each 1 or 2")
         if len(self.head_channels) != self.n:
             raise ValueError(
@@ -93,7 +95,7 @@ class ModelConfig:
             "image_size",
             *(() if self.stem_channels is None else ("stem_channels",)),
         ):
-            if not isinstance(getattr(self, field), int) or getattr(self, field) < 1:
+            if not _whole(getattr(self, field)):
                 raise ValueError(f"{field} = {getattr(self, field)!r}: must be a whole number >= 1")
         for ch in self.channels:
             if ch < 1 or ch % self.groups:
@@ -146,6 +148,11 @@ class ModelConfig:
 
     def to_dict(self) -> dict:
         return asdict(self)
+
+
+def _whole(value: object) -> bool:
+    """Whether a value is a whole number >= 1; True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 CHOICES = {

@@ -141,13 +141,17 @@ def _epochs(name: str, value: object) -> tuple[int, ...]:
 
 
 def _strides(name: str, value: object) -> tuple[int, int] | None:
-    if isinstance(value, str):  # papermill -p stem_strides 1,2
-        value = [int(v) if v.strip().isdecimal() else v for v in value.strip("[] ").split(",")]
-    if value is not None and not (
-        isinstance(value, list | tuple) and len(value) == 2 and set(value) <= {1, 2}
-    ):
-        raise ValueError(f"{name} = {value!r}: must be two numbers, each 1 or 2, or None")
-    return None if value is None else tuple(value)
+    if value is None:
+        return None
+    items = value
+    try:
+        if isinstance(value, str):  # papermill -p stem_strides 1,2
+            items = [int(v) for v in value.strip("[] ").split(",")]
+        if not isinstance(items, list | tuple) or len(items) != 2:
+            raise ValueError
+        return tuple(check_whole(name, v, 1, 2) for v in items)
+    except ValueError:
+        raise ValueError(f"{name} = {_short(value)}: must be two numbers, each 1 or 2, or None") from None
 
 
 def _par(default: object, check: Check, text: str) -> object:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .banach import a_posteriori_error, steps
 from .constants import (
     check_choice,
     check_range,
@@ -249,3 +250,32 @@ class LipschitzSpec:
         if everything:
             changes["act"] = lip_relu()
         return replace(ops, **changes)
+
+
+@dataclass(frozen=True)
+class PotentialSpec:
+    """The certified family, ``block: potential``: L is its one parameter tau, whatever the weights.
+
+    f = M·P ∘ h. The residual layers h_j(z) = z − (2/T_j)·K_jᵀσ(K_j z + b_j + u_j), T_j ≥ ‖K_j‖², are 1-Lipschitz, because J = I −
+    2AᵀSA, A = K/√T, is symmetric with −I ≼ J ≼ I. So are the paths P_ij. M ≥ 0 has ‖M‖₂ = tau. Hence L = 1·tau in the plain norm.
+    Dropout only sets entries of 0 ≼ S ≼ I to 0, or scales S by 1 − p, so L is the same in train and in test mode; n and α2
+    shape M, whose norm stays tau. Nothing else enters. :mod:`lipmdeq.potential` holds the layers and the proofs.
+    """
+
+    tau: float = 0.9
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tau", check_range("tau", self.tau, 0, 1))
+
+    def L(self, train: bool = True) -> float:
+        """The Lipschitz constant of f in the plain norm: tau in both modes."""
+        return self.tau
+
+    def steps(self, tol: float = 1e-3) -> int:
+        """Picard steps from z_0 = 0 after which the relative residual is at most `tol`: never None, since tau < 1."""
+        return steps(self.tau, tol)
+
+    @property
+    def error_factor(self) -> float:
+        """The a-posteriori factor 1/(1 − tau), at any z ‖z − z*‖ is at most this times the residual ‖f(z) − z‖."""
+        return a_posteriori_error(self.tau, 1.0)

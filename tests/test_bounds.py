@@ -13,6 +13,7 @@ from lipmdeq.bounds import (
     ABLATIONS,
     READINGS,
     LipschitzSpec,
+    PotentialSpec,
     advise,
     empirical_ratio,
     feasible,
@@ -397,6 +398,42 @@ def test_advice_golden():
     assert found["p"] > 0 and found["n"] < 4
 
 
+# ------------------------------------------------------------------------------------------------ the certified family
+
+
+@pytest.mark.parametrize("tau", [0.3, 0.9])
+@pytest.mark.parametrize("n", [1, 3])
+def test_tau_is_the_constant_of_the_certified_family(tau, n):
+    """Proved from the layers of a model with random weights, in both modes: L is tau, but for the room for rounding."""
+    import torch
+
+    from lipmdeq.model import build
+
+    torch.manual_seed(n)
+    f = build("digits", block="potential", tau=tau, n=n, p=0.4).f
+    with torch.no_grad():
+        for weights in f.parameters():
+            weights.add_(torch.randn_like(weights))
+    for train in (True, False):
+        L = PotentialSpec(tau).L(train)
+        assert L * (1 - 1e-3) <= f.lipschitz(train=train) <= L * (1 + 1e-6)
+
+
+def test_the_certified_family_keeps_its_promises():
+    """On f(z) = b − tau·z, the worst case: the relative residual, and the error by the residual at hand."""
+    for tau in (0.2, 0.5, 0.9, 0.97):
+        spec, star = PotentialSpec(tau), 1 / (1 + tau)
+        for tol in (1e-3, 1e-6):
+            z = 0.0
+            for _ in range(spec.steps(tol)):
+                z = 1 - tau * z
+            assert abs(1 - tau * z - z) <= tol * abs(1 - tau * z) * (1 + 1e-9)
+            assert abs(z - star) <= spec.error_factor * abs(1 - tau * z - z) * (1 + 1e-9)
+    # reached: f(z) = 1 + tau·z moves the least for its distance
+    assert abs(0 - 1 / (1 - 0.9)) == pytest.approx(PotentialSpec(0.9).error_factor * 1)
+    assert PotentialSpec(math.nextafter(1, 0)).steps() > 1e15
+
+
 # ------------------------------------------------------------------------------------------------ bad input
 
 BAD = [math.nan, math.inf, -math.inf, True, False, "0.4", None, [0.4], 1j]
@@ -412,12 +449,13 @@ BAD = [math.nan, math.inf, -math.inf, True, False, "0.4", None, [0.4], 1j]
         ("alpha2", [0, 1, -0.5, 1.5], "must be in (0, 1)"),
         ("p", [1, -0.1, 1.5], "must be in [0, 1)"),
         ("n", [0, -1, 2.5, 65, 10**400], "must be a whole number >= 1"),
+        ("tau", [0, 1, -0.5, 1.5], "must be in (0, 1)"),
     ],
 )
 def test_bad_fields_are_named(field, values, allowed):
     for value in values + BAD:
         with pytest.raises(ValueError) as error:
-            LipschitzSpec(**{field: value})
+            (PotentialSpec if field == "tau" else LipschitzSpec)(**{field: value})
         text = str(error.value)
         shown = repr(value) if isinstance(value, str) else str(value)
         assert text.startswith(f"{field} = {shown}: ") and allowed in text

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lipmdeq.__main__ import main
-from lipmdeq.bounds import ABLATIONS, READINGS, LipschitzSpec, steps
+from lipmdeq.bounds import ABLATIONS, READINGS, LipschitzSpec, relative_residual_bound, steps
 
 
 def run_json(capsys, *options):
@@ -116,6 +116,25 @@ def test_table(capsys):
         (["-n", "2.5"], "n = 2.5: must be a whole number >= 1 and <= 64"),
         (["-n", "-1"], "n = -1: must be a whole number >= 1 and <= 64"),
         (["-p", "1"], "p = 1: must be in [0, 1)"),
+        (["--block", "resnet"], "block = 'resnet': must be one of paper, potential"),
+        (["--block", "potential", "--tau", "1"], "tau = 1: must be in (0, 1)"),
+        (["--block", "potential", "--tau", "-1"], "tau = -1: must be in (0, 1)"),
+        (["--block", "potential", "--tau", "nan"], "tau = nan: must be in (0, 1)"),
+        (["--block", "potential", "--tau", "x"], "tau = 'x': must be in (0, 1)"),
+        (["--tau", "0.9"], "tau = 0.9: does not enter block = 'paper', whose L has no tau; must be left out"),
+        *(
+            (
+                ["--block", "potential", *words],
+                f"{said}: does not enter block = 'potential', whose L is tau alone; must be left out",
+            )
+            for words, said in (
+                (["-a", "0.4"], "a = 0.4"),
+                (["-c", "2"], "c = 2"),
+                (["-n", "4", "--tau", "0.9"], "n = 4"),
+                (["--no-post-affine"], "post_affine = False"),
+                (["--ablation", "S1"], "ablation = 'S1'"),
+            )
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(capsys, options, sentence):
@@ -126,10 +145,38 @@ def test_bad_input_is_one_sentence(capsys, options, sentence):
         assert out.err == f"lipmdeq bound: {sentence}\n"
 
 
+@pytest.mark.parametrize("tau", [0.05, 0.5, 0.9, 0.99])
+def test_potential(capsys, tau):
+    """The certified family: L is tau, and the step counts are the first that keep the bound."""
+    found = run_json(capsys, "--block", "potential", "--tau", str(tau))
+    assert found["block"] == "potential" and found["parameters"] == {"tau": tau}
+    assert found["L"] == found["train"] == found["test"] == tau and found["certified"] is True
+    for tol, k in zip(found["tolerances"], found["steps_to"], strict=True):
+        assert relative_residual_bound(tau, k) <= tol < relative_residual_bound(tau, k - 1)
+    assert found["tolerances"] == [1e-3, 1e-6] and found["steps"] == found["steps_to"][0]
+    assert found["error_factor"] == pytest.approx(1 / (1 - tau), rel=1e-12)
+    assert main(["bound", "--block", "potential", "--tau", str(tau)]) == 0
+    text = capsys.readouterr().out
+    assert f"L = tau = {tau:g} in the plain l2 norm, in train and in test mode, for all weights" in text
+    assert "1e-3: {}, 1e-6: {}\n".format(*found["steps_to"]) in text and "certified: L" in text
+
+
+def test_potential_golden(capsys):
+    found = run_json(capsys, "--block", "potential")
+    assert found["parameters"] == {"tau": 0.9} and found["steps_to"] == [72, 138]
+    assert found["error_factor"] == pytest.approx(10)
+
+
+def test_the_papers_block_is_the_default(capsys):
+    assert run_json(capsys, "-a", "0.3") == run_json(capsys, "--block", "paper", "-a", "0.3")
+    assert run_json(capsys)["block"] == "paper"
+
+
 def test_as_a_process_without_torch():
-    code = "import sys; from lipmdeq.__main__ import main; main(['bound']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
+    for options in ([], ["--block", "potential"]):
+        code = f"import sys; from lipmdeq.__main__ import main; main(['bound', *{options}]); print('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "False"
     done = subprocess.run(
         [sys.executable, "-m", "lipmdeq", "bound", "-a", "7"], capture_output=True, text=True
     )

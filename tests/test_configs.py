@@ -212,6 +212,45 @@ BAD = [
     ({"eval_split": "val"}, "val_images = 0: must be >= 1 for eval_split = 'val'"),
     ({"trace_epochs": "all"}, "trace_epochs = 'all': must be a list of whole numbers"),
     ({"trace_epochs": [99]}, "trace_epochs = [99]: must be whole numbers from 0 to epochs = "),
+    # the certified family, explicit networks and how they are trained
+    ({"block": "resnet"}, "block = 'resnet': must be one of paper, potential, or None"),
+    ({"block": 1}, "block = 1: must be one of paper, potential, or None"),
+    ({"block": "potential", "a": 0.4}, "a = 0.4: belongs to block = 'paper'; must be left out for block"),
+    (
+        {"block": "potential", "ablation": "S1"},
+        "ablation = 'S1': belongs to block = 'paper'; must be left out",
+    ),
+    ({"block": "potential", "model": "mdeq"}, "model = 'mdeq': belongs to block = 'paper'; must be left out"),
+    ({"tau": 0}, "tau = 0: must be in (0, 1)"),
+    ({"tau": 1}, "tau = 1: must be in (0, 1)"),
+    ({"tau": float("nan")}, "tau = nan: must be in (0, 1)"),
+    ({"tau": "0.9"}, "tau = '0.9': must be a number in (0, 1)"),
+    ({"tau": None}, "tau = None: must be a number in (0, 1)"),
+    ({"injection": "none"}, "injection = 'none': must be one of first, all, or None"),
+    ({"injection": True}, "injection = True: must be one of first, all, or None"),
+    ({"expansion": 0}, "expansion = 0: must be a whole number >= 1 and <= 64, or None"),
+    ({"expansion": 2.5}, "expansion = 2.5: must be a whole number >= 1 and <= 64, or None"),
+    ({"expansion": 10**6}, "expansion = 1000000: must be a whole number >= 1 and <= 64, or None"),
+    ({"stem_strides": [1, 3]}, "stem_strides = [1, 3]: must be two numbers, each 1 or 2, or None"),
+    ({"stem_strides": [1]}, "stem_strides = [1]: must be two numbers, each 1 or 2, or None"),
+    ({"stem_strides": 2}, "stem_strides = 2: must be two numbers, each 1 or 2, or None"),
+    ({"stem_strides": "1,x"}, "stem_strides = '1,x': must be two numbers, each 1 or 2, or None"),
+    ({"stem_strides": [True, 1]}, "stem_strides = [True, 1]: must be two numbers, each 1 or 2, or None"),
+    ({"stem_strides": [[1], 2]}, "stem_strides = [[1], 2]: must be two numbers, each 1 or 2, or None"),
+    ({"stem_channels": 0}, "stem_channels = 0: must be a whole number >= 1 and <= 4096, or None"),
+    ({"stem_channels": 10**6}, "stem_channels = 1000000: must be a whole number >= 1 and <= 4096, or None"),
+    ({"stem_channels": "wide"}, "stem_channels = 'wide': must be a whole number >= 1 and <= 4096, or None"),
+    ({"steps": 0}, "steps = 0: must be a whole number >= 1 and <= 1000"),
+    ({"steps": 2.5}, "steps = 2.5: must be a whole number >= 1 and <= 1000"),
+    ({"steps": None}, "steps = None: must be a whole number >= 1 and <= 1000"),
+    ({"warmup": 1}, "warmup = 1: must be in [0, 1)"),
+    ({"warmup": -0.1}, "warmup = -0.1: must be in [0, 1)"),
+    ({"warmup": "5 epochs"}, "warmup = '5 epochs': must be a number in [0, 1)"),
+    ({"label_smoothing": 1}, "label_smoothing = 1: must be in [0, 1)"),
+    ({"label_smoothing": -0.1}, "label_smoothing = -0.1: must be in [0, 1)"),
+    ({"label_smoothing": True}, "label_smoothing = True: must be a number in [0, 1)"),
+    ({"prove_every": 0}, "prove_every = 0: must be a whole number >= 1 and <= 1000000000"),
+    ({"prove_every": 1.5}, "prove_every = 1.5: must be a whole number >= 1 and <= 1000000000"),
     # D4, D8: what would fail later, stop the machine or never end
     ({"threads": 100000}, "threads = 100000: must be a whole number >= 1 and <= 1024"),
     ({"c": 1e308}, "c = 1e+308: must be in (0, 1e+06]"),
@@ -253,6 +292,67 @@ def test_bad_parameters_are_named_in_one_sentence(values, message):
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value) and len(str(error.value)) < 1200
     assert error.value._render_traceback_() == [f"ParameterError: {error.value}"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stem_strides": 3}, "stem_strides = 3: must be a list of whole numbers"),
+        ({"stem_strides": (True, 1)}, "stem_strides = (True, 1): must be two numbers, each 1 or 2"),
+        ({"stem_channels": True}, "stem_channels = True: must be a whole number >= 1"),
+        ({"expansion": True}, "expansion = True: must be a whole number >= 1"),
+        ({"tau": "0.9"}, "tau = '0.9': must be in (0, 1)"),
+    ],
+)
+def test_bad_shapes_are_named_in_one_sentence(values, message):
+    """A model that is built by hand, without the parameters of a run."""
+    from lipmdeq.model import ModelConfig
+
+    with pytest.raises(ValueError) as error:
+        ModelConfig(**values)
+    assert str(error.value) == message
+
+
+def test_strides_from_the_shell():
+    for value in ([1, 2], (1, 2), "1,2", "[1, 2]", [1.0, 2.0]):
+        strides = RunConfig(stem_strides=value).stem_strides
+        assert strides == (1, 2) and all(type(s) is int for s in strides)
+    assert RunConfig(stem_strides=None).stem_strides is None
+
+
+def test_block_follows_from_what_is_given():
+    """Without a word about the block: the certified family, unless something of the paper's block is asked for."""
+    assert (RunConfig().block, RunConfig().injection, RunConfig().a) == ("potential", "all", None)
+    for values in ({"a": 0.4}, {"ablation": "S1"}, {"model": "mdeq"}, {"block": "paper"}):
+        cfg = RunConfig(**values)
+        assert (cfg.block, cfg.injection, cfg.a, cfg.alpha2, cfg.p) == ("paper", "first", 0.4, 0.3, 0.3), (
+            values
+        )
+    assert RunConfig(block="potential", injection="first").injection == "first"
+
+
+def test_old_records_are_of_the_papers_block():
+    """Records from before there was a choice say nothing about block and injection: they mean the paper's."""
+    from lipmdeq.model import ModelConfig
+
+    old = 0
+    for path in (
+        ROOT / "results" / "digits" / "lipschitz" / "seed0.json",
+        *(ROOT / "results" / "cpu").glob("*/*/seed*.json"),
+    ):
+        record = json.loads(path.read_text("utf8"))
+        if "block" in record["parameters"]:
+            continue
+        cfg = RunConfig.from_mapping(record["parameters"])
+        assert (cfg.block, cfg.injection) == ("paper", "first"), path
+        built = record["model"]["config"]
+        shape = ModelConfig.from_dict(built)
+        assert (shape.block, shape.injection) == ("paper", "first"), path
+        assert (
+            shape.stem_strides == (built["stem_stride"],) * 2 and shape.injection_conv is built["injection"]
+        ), path
+        old += 1
+    assert old >= 79
 
 
 def test_bad_config_files(tmp_path):
@@ -404,10 +504,12 @@ def test_graph_runs_what_is_missing_and_no_more(tmp_path):
     assert planned(tmp_path) == ["all", "tables"], "a table that is not what the records give"
     cfg = RunConfig.from_mapping(json.loads(text)["parameters"])
     config = tmp_path / "configs" / "cpu" / "table1" / "mdeq-pg.yaml"
-    config.write_text(re.sub(r"^lr: .*$", "lr: 0.5", config.read_text(), flags=re.M))
+    plain = config.read_text()
+    config.write_text(re.sub(r"^lr: .*$", "lr: 0.5", plain, flags=re.M))
     done = graph(tmp_path, "-n", *COMPLETE)
     assert done.returncode != 0
     assert f"was made with lr = {cfg.lr!r}, but" in done.stdout + done.stderr
+    config.write_text(plain)
     assert text.count('"accuracy": 0.') > 1
     for content, message in (  # D1, D13
         (text.replace('"accuracy": 0.', '"accuracy": 0.9', 1), "was changed after it was written"),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lipmdeq import bounds
-from lipmdeq.bounds import ABLATIONS, READINGS, LipschitzSpec, feasible, steps
+from lipmdeq.bounds import ABLATIONS, READINGS, LipschitzSpec, PotentialSpec, feasible, steps
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
 sys.path.insert(0, str(BOOK / "_ext"))
@@ -212,6 +212,28 @@ def test_bad_input_is_refused(compute_page):
         assert "must be" in page.evaluate(tell, bad), bad
 
 
+@pytest.mark.browser
+def test_certified_family_equals_python(compute_page):
+    page = compute_page("explorer")
+    draw = random.Random(11)
+    chosen = [{"tau": draw.uniform(0.01, 0.99), "tol": 10 ** draw.uniform(-8, -1)} for _ in range(100)]
+    chosen += [{"tau": tau, "tol": tol} for tau in (0.01, 0.9, 0.99, 0.999999) for tol in (0.1, 1e-8)]
+    for s, seen in zip(
+        chosen, page.evaluate("list => list.map(s => lipExplorer.potential(s))", chosen), strict=True
+    ):
+        spec = PotentialSpec(s["tau"])
+        assert seen["L"] == pytest.approx(spec.L(), rel=1e-9) == pytest.approx(spec.L(train=False), rel=1e-9)
+        assert seen["steps"] == spec.steps(s["tol"]), s
+        assert seen["error_factor"] == pytest.approx(spec.error_factor, rel=1e-9), s
+    assert page.evaluate("lipExplorer.potential().L") == PotentialSpec().tau
+    tell = (
+        "s => { try { lipExplorer.potential(s); return 'taken'; } catch (error) { return error.message; } }"
+    )
+    assert page.evaluate(tell, {"tau": 1}) == "tau = 1: must be in (0, 1)"
+    for bad in ({"tau": 0}, {"tau": "0.5"}, {"tau": None}, {"tol": 0}):
+        assert "must be" in page.evaluate(tell, bad), bad
+
+
 # ---- explorer: the page
 
 
@@ -279,6 +301,49 @@ def test_permalink_round_trip(visit):
 
 
 @pytest.mark.browser
+def test_certified_family_on_the_page(visit, capsys):
+    """The block is chosen, tau moved, the numbers are those of Python; the paper's controls are gone and come back."""
+    page = visit("explorer")
+    page.select_option("[data-part=block]", "potential")
+    slider = page.get_by_role("slider")
+    assert slider.count() == 1, "the other parameters do not enter"
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    page.select_option("[data-part=tol]", "0.000001")
+    spec = PotentialSpec(0.91)
+    assert card(page, "tau") == "0.9100"
+    assert card(page, "tau-steps") == str(spec.steps(1e-6))
+    assert card(page, "tau-factor") == f"≤ {spec.error_factor:.4g}"
+    counts = page.locator("[data-part=tau-steps] tbody td").all_inner_texts()
+    assert counts == [str(spec.steps(tol)) for tol in (1e-1, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8)]
+    exec(page.locator("[data-part=python]").text_content(), {})
+    assert capsys.readouterr().out.split() == [str(x) for x in (0.91, spec.steps(1e-6), spec.error_factor)]
+    page.wait_for_function(
+        "document.querySelector('[aria-live]').textContent.includes('L = 0.9100 in both modes')"
+    )
+    link, state = page.evaluate("[location.hash, lipExplorer.state]")
+    assert link == "#block=potential&tau=0.91&tol=0.000001"
+    assert visit("explorer", link).evaluate("lipExplorer.state") == state
+    page.wait_for_selector("[data-part=tau-plot] svg")
+    box = page.locator("[data-part=tau-plot] svg").bounding_box()
+    page.locator("[data-part=tau-plot] svg").click(position={"x": 52 + (box["width"] - 66) / 2, "y": 50})
+    assert page.evaluate("lipExplorer.state.tau") == pytest.approx(0.5, abs=0.011)
+    page.select_option("[data-part=block]", "paper")
+    assert page.get_by_role("slider").count() == len(FIELDS)
+    assert (card(page, "reported"), card(page, "perron")) == ("1.0035", "0.8611")
+    assert "tau" not in page.evaluate("location.hash")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    "link", ["#block=constructor&tau=2", "#block=potential&tau=", "#block=potential&tau=x"]
+)
+def test_broken_link_to_the_certified_family(visit, link):
+    state = visit("explorer", link).evaluate("lipExplorer.state")
+    assert state["tau"] == 0.9 and state["block"] == ("paper" if "constructor" in link else "potential")
+
+
+@pytest.mark.browser
 def test_broken_link_falls_back_to_defaults(visit):
     page = visit("explorer", "#a=9&n=2.5&c=&undo=constructor&constructor=1&mode=x&x=__proto__&p=0.1&tol=5")
     state = page.evaluate("lipExplorer.state")
@@ -334,6 +399,7 @@ def test_what_to_try_on_the_explorer_is_true(visit):
         "a=1&x=c": [("train-reported", "14.43"), ("reported", ".7492"), ("perron", ".8662")],
         "a=0.4&x=alpha2": [("reported", ".057"), ("reported", ".2954")],
         "a=0.4&x=n": [("reported", "1, 2, 3"), ("perron", "all")],
+        "block=potential&tau=0.9": [],
     }
     assert re.findall(r'data-try="([^"]*)"', text) == list(stated)
     items = re.split(r"^\d\. ", text.split("## What to try")[1], flags=re.M)[1:]
@@ -345,6 +411,15 @@ def test_what_to_try_on_the_explorer_is_true(visit):
             assert number in item, (link, number)
             assert number in cell(page, "value" if "-" in where else "range", where), (link, where)
     assert (steps(LipschitzSpec().L()), steps(LipschitzSpec().L(train=False))) == (51, 20)
+    assert (card(page, "tau-steps"), card(page, "tau-factor")) == ("72", "≤ 10.00")
+    told = " ".join(items[-1].split())
+    for tau, promise in (
+        (".9", "72 steps to $10^{-3}$ and an error of at most 10 residuals"),
+        (".99", "756 steps and 100 residuals"),
+    ):
+        spec = PotentialSpec(float(tau))
+        assert f"$\\tau = {tau}$" in told and promise in told
+        assert promise.startswith(f"{spec.steps()} ") and f"{spec.error_factor:.0f} residuals" in promise
     for n, reported, perron in ((4, 1.003, 0.8611), (8, 1.272, 0.9007)):
         seen = page.evaluate("n => lipExplorer.compute({n}).L.train", n)
         assert (round(seen["reported"], 3), round(seen["perron"], 4)) == (reported, perron)
@@ -355,7 +430,7 @@ def test_what_to_try_on_the_explorer_is_true(visit):
 
 @pytest.mark.browser
 @pytest.mark.parametrize("name", ["explorer", "player"])
-@pytest.mark.parametrize("link", ["", "#n=8&undo=S2&scale=2&angle=45"])
+@pytest.mark.parametrize("link", ["", "#n=8&undo=S2&scale=2&angle=45", "#block=potential&tau=0.99&tol=1e-8"])
 def test_no_sideways_scrolling_on_a_phone(visit, name, link):
     page = visit(name, link, viewport={"width": 390, "height": 844})
     page.wait_for_selector(".lip-app svg[role=img]")
@@ -363,10 +438,12 @@ def test_no_sideways_scrolling_on_a_phone(visit, name, link):
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("name", ["explorer", "player"])
-def test_everything_has_a_name(visit, name):
+@pytest.mark.parametrize(
+    ("name", "link"), [("explorer", ""), ("explorer", "#block=potential&tau=0.9"), ("player", "")]
+)
+def test_everything_has_a_name(visit, name, link):
     """Each control has an accessible name, each drawing a title and a description, each id is unique."""
-    page = visit(name)
+    page = visit(name, link)
     page.wait_for_selector(".lip-app svg[role=img]")
     nameless = page.eval_on_selector_all(
         ".lip-app :is(input, select, button, [tabindex])",

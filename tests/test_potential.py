@@ -277,6 +277,14 @@ def test_dropout_keeps_the_bound_and_scales_at_test():
     assert torch.allclose(mean, block.eval()(z[:1])[0], atol=0.02)
 
 
+def test_masks_are_zeros_and_ones():
+    """A mask of 1/(1−p) would break 0 ≤ S ≤ I, and with it the bound in training."""
+    net = small(n=2, image_size=8, p=0.4).train()
+    for mask in net.f.masks(torch.zeros(50, 1, dtype=torch.double)):
+        assert set(mask.unique().tolist()) == {0.0, 1.0} and 0.5 < float(mask.mean()) < 0.7
+    assert net.eval().f.masks(torch.zeros(50, 1)) == [None, None]
+
+
 def test_no_layer_writes_into_its_input():
     net = small(n=2, image_size=8)
     z = [torch.randn(2, c, s, s, dtype=torch.double) for c, s in ((8, 8), (16, 4))]

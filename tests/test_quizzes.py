@@ -88,10 +88,13 @@ def test_plans_add_up(path):
             assert sum(int(row[column]) for row in rows[:-1]) == minutes == int(rows[-1][column]), rows[0][0]
 
 
-def test_the_lecture_takes_90_minutes():
+def test_minutes_of_the_syllabi_add_up():
     text = (BOOK / "teaching" / "index.md").read_text("utf8")
-    table = re.search(r"^\| minutes \|.*?(?=\n\n)", text, re.M | re.S)[0]
-    assert sum(map(int, re.findall(r"^\| (\d+) \|", table, re.M))) == 90
+    tables = re.findall(r"^## [^\n]*, (\d+) minutes\n.*?^(\| minutes \|.*?)(?=\n\n)", text, re.M | re.S)
+    assert [int(minutes) for minutes, _ in tables] == [90, 60]
+    for minutes, table in tables:
+        assert sum(map(int, re.findall(r"^\| (\d+) \|", table, re.M))) == int(minutes)
+        assert f"| **{minutes}** |" in table
 
 
 def test_the_guide_has_every_lesson():

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from lipmdeq import tables
+from lipmdeq.seal import read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -23,7 +24,7 @@ from check_book import pages  # noqa: E402
 from pictures import difference  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LESSONS = [path for path in NOTEBOOKS if re.match(r"(0[1-9]|1[013-68])_", path.name)]  # those with exercises
+LESSONS = [path for path in NOTEBOOKS if re.match(r"(0[1-9]|1[013-689])_", path.name)]  # those with exercises
 TOC = pages(yaml.safe_load((ROOT / "_toc.yml").read_text("utf8")))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
 
@@ -201,11 +202,12 @@ def test_public_names():
         _ = lipmdeq.nonsense
 
 
-def test_the_picture_is_current(tmp_path):
-    """The README's picture is what lipmdeq.bounds gives now."""
-    drawn = tmp_path / "readings.svg"
-    subprocess.run([sys.executable, ROOT / "tools" / "picture.py", drawn], check=True)
-    stored = (ROOT / "book/_static/readings.svg").read_text("utf8")
+@pytest.mark.parametrize("name", ["readings", "depth"])
+def test_the_pictures_are_current(tmp_path, name):
+    """The pictures of README and start page are what lipmdeq.bounds and the records give now."""
+    drawn = tmp_path / f"{name}.svg"
+    subprocess.run([sys.executable, ROOT / "tools" / "picture.py", name, drawn], check=True)
+    stored = (ROOT / "book" / "_static" / f"{name}.svg").read_text("utf8")
     assert difference(stored, drawn.read_text("utf8")) == "", "run: make picture"
 
 
@@ -295,6 +297,28 @@ def test_a_moved_folder_is_noticed(tmp_path):
     old.rename(new)
     assert "this folder was moved" in set_up(new)
     assert set_up(new) == ""
+
+
+def test_depth_in_the_readme_is_that_of_the_records():
+    """The README's first table, made from the records of four epochs; paste what this prints."""
+    expected = []
+    for row, title in {
+        "potential": "certified family, τ = 0.9",
+        "lip-a0.4": "the paper's block, a = 0.4",
+    }.items():
+        record = read_record(ROOT / "results" / "cpu32" / "short" / row / "seed0.json")
+        d, r = record["depth"], record["result"]
+        cells = [
+            title,
+            f"{100 * r['accuracy']:.1f}",
+            f"{100 * d['accuracy'][0]:.1f}",
+            f"{100 * d['same_label'][0]:.1f}",
+        ]
+        cells += [f"{record['certificate']['train']['perron']:.2f}", f"{d['tightness']:.2f}"]
+        cells += [f"{r['nfe_train_forward']:.0f} / {r['nfe_train_backward']:.0f}"]
+        expected.append(f"| {' | '.join(cells)} |")
+    text = (ROOT / "README.md").read_text("utf8")
+    assert "\n".join(expected) in text, "\n".join(["README.md should say:", *expected])
 
 
 def test_results_in_the_readme_are_those_of_the_records():

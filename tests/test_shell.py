@@ -227,7 +227,7 @@ def test_image_size(size, capsys):
         (["-p", "-a", "3"], "-a = 3: not a parameter"),
         (["-p", "--json", "-q"], "--json = '-q': not a parameter"),
         (["-q", "-p", "model", "--"], "model = '--': must be one of lipschitz, mdeq"),
-        (["-p", "seed", "-p", "-p", "a", "7"], "seed = '-p': must be"),
+        (["-p", "seed", "-p", "-p", "a", "0.4"], "seed = '-p': must be"),
     ],
 )
 def test_any_value_is_answered_by_name(words, sentence, capsys):

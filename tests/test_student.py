@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -145,6 +146,34 @@ def test_macros(tex, plain):
     assert expand(tex, macros) == plain
 
 
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("{ref}`explorer <lipschitz-explorer>`", "explorer"),  # of book/explorer.md, which is no notebook
+        ("{ref}`its lesson <lesson-bound>`", "[its lesson](10_bound.ipynb)"),
+        ("{ref}`two\nlines <lesson-bound>`", "[two\nlines](10_bound.ipynb)"),
+        ("{doc}`the lesson </notebooks/10_bound>`", "[the lesson](10_bound.ipynb)"),
+        ("{doc}`the page </book/notation>`", "the page"),
+        ("{numref}`its figure <fig:a-priori>`", "its figure"),  # of no notebook
+        ("{py:obj}`L <lipmdeq.bounds.LipschitzSpec.L>`", "L"),
+    ],
+)
+def test_roles_with_a_title(text, plain):
+    assert BOOK.plain("01_banach", text) == plain
+    assert BOOK.plain("10_bound", "{ref}`its lesson <lesson-bound>`") == "its lesson", "no link to itself"
+
+
+def test_figures_of_a_page_without_a_number():
+    """notebooks/train.ipynb stands between lessons; its figures are counted by themselves."""
+    book = Book()
+    figure = {"mystnb": {"figure": {"name": "fig:of-train", "caption": "x"}}}
+    book.notebooks["train"]["cells"].append({"cell_type": "code", "metadata": figure, "source": ""})
+    home, called = book.labels["fig:of-train"]
+    assert home == "train" and re.fullmatch(r"Figure \d+", called)
+    assert book.labels["fig:banach-cobweb"] == ("01_banach", "Figure 1.1")
+    assert book.role("01_banach", "numref", "words <fig:of-train>") == "[words](train.ipynb)"
+
+
 # ---- graders: the right answer of the book, and wrong ones that students give
 
 
@@ -180,10 +209,32 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
         "best_step_solution",
         [lambda W: 0.1, lambda W: 0.0, lambda W: 2 / max(1.0, W.norm().item() ** 2), lambda W: "1"],
     ),
+    "22_certified": (
+        ["certified-setup", "certified-grader", "certified-solution"],
+        "largest_tau_solution",
+        [lambda k, tol: tol ** (1 / k), lambda k, tol: 0.1, lambda k, tol: 1.0, lambda k, tol: "1"],
+    ),
     "11_certificate": (
-        ["certificate-setup", "certificate-grader", "certificate-solution"],
+        [
+            "certificate-setup-part1",
+            "certificate-setup-part2",
+            "certificate-setup",
+            "certificate-grader",
+            "certificate-solution",
+        ],
         "one_direction",
         [lambda z: 0.5 * z, lambda z: 2 * z, lambda z: None],
+    ),
+    "19_build": (
+        ["build-setup", "build-repair-grader", "build-repair-solution"],
+        "tame_frobenius",
+        [
+            lambda V: V.clamp(-0.9, 0.9),
+            lambda V: 0.9 * V / V.square().sum().sqrt(),  # small ones do not stay
+            lambda V: V * (0.9 / V.square().sum().sqrt()).clamp(max=1).detach() * 0.5,
+            lambda V: V * (0.9 / torch.linalg.matrix_norm(V, 2)).clamp(max=1),
+            lambda V: 0 * V,
+        ],
     ),
 }
 
@@ -192,8 +243,6 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
 def test_graders_tell_right_from_wrong(name, capsys, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "Agg")
     monkeypatch.chdir(ROOT / "notebooks")
-    import torch
-
     cells, right, wrong = GRADERS[name]
     code = {cell["id"]: "".join(cell["source"]) for cell in source(name)}
     space: dict = {}

@@ -51,6 +51,13 @@ def tiny(**changes) -> RunConfig:
     return RunConfig(**{**TINY, **changes})
 
 
+def tiny_potential(**changes) -> RunConfig:
+    """The same with the certified family, which has no a and no c."""
+    return RunConfig(
+        **{**{k: v for k, v in TINY.items() if k not in "ac"}, "block": "potential", "tau": 0.8, **changes}
+    )
+
+
 @pytest.fixture(autouse=True)
 def quick_certificate(monkeypatch):
     """Only what is proved: measuring takes longer than these trainings."""
@@ -202,6 +209,31 @@ def test_stopped_after_any_step_ends_with_the_same_bits(after, undisturbed, tmp_
     record = train(cfg, log=None)
     assert record["weights_sha256"] == undisturbed.record["weights_sha256"]
     assert numbers(records.read_record(tmp_path / records.RECORD)) == numbers(undisturbed.record)
+
+
+@pytest.mark.parametrize("after", [2, 5])
+def test_certified_family_stopped_after_any_step_ends_with_the_same_bits(after, tmp_path, monkeypatch):
+    """With warm-up and label smoothing: the rate and the loss are functions of the place alone."""
+    cfg, step, done = tiny_potential(expansion=2, warmup=0.4, label_smoothing=0.1), Run._one_step, [0]
+
+    def one_step(self, *args):
+        if done[0] == after:
+            raise Killed
+        done[0] += 1
+        step(self, *args)
+
+    plain = train(cfg, log=None)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Run, "_one_step", one_step)
+        train(cfg.changed(out=str(tmp_path)), log=None)
+    assert (tmp_path / records.CHECKPOINT).exists() == (after >= cfg.checkpoint_every)
+    resumed = train(cfg.changed(out=str(tmp_path)), log=None)
+    assert resumed["weights_sha256"] == plain["weights_sha256"]
+    assert numbers(records.jsonable(resumed)) == numbers(records.jsonable(plain))
+    assert (
+        resumed["certificate"]["train"]["spectral"] <= 0.8 * (1 + 1e-9)
+        and resumed["model"]["config"]["block"] == "potential"
+    )
 
 
 def test_stopped_while_writing_keeps_the_old_checkpoint(tmp_path, monkeypatch, undisturbed):
@@ -502,6 +534,107 @@ def test_learning_rate_is_a_cosine():
     assert learning_rate(cfg, 50, 100) == pytest.approx(0.05, rel=1e-3)
     assert 1e-6 < learning_rate(cfg, 99, 100) < 1e-4
     assert learning_rate(cfg, 100, 100) == pytest.approx(1e-6)
+
+
+def test_learning_rate_rises_in_a_line_then_falls_as_a_cosine():
+    cfg = tiny(lr=0.1, warmup=0.2)
+    rates = [learning_rate(cfg, step, 100) for step in range(101)]
+    assert rates[:20] == pytest.approx([0.1 * k / 20 for k in range(1, 21)])
+    assert rates[20:] == pytest.approx(
+        [1e-6 + (0.1 - 1e-6) * (1 + math.cos(math.pi * k / 80)) / 2 for k in range(81)]
+    )
+    assert max(rates) == pytest.approx(0.1) and rates[-1] == pytest.approx(1e-6)
+    assert learning_rate(tiny(lr=0.1, warmup=0.009), 0, 100) == pytest.approx(
+        0.1
+    )  # less than a step: no rise
+
+
+def test_steps_are_taken_at_that_rate(tmp_path, monkeypatch):
+    run, step, used = open_run(tiny(warmup=0.5, epochs=1, lr=0.01), tmp_path), Run._one_step, []
+
+    def one_step(self, *args):
+        step(self, *args)
+        used.append(self.adam.param_groups[0]["lr"])
+
+    monkeypatch.setattr(Run, "_one_step", one_step)
+    run._one_epoch()
+    assert used == pytest.approx([0.005, 0.01, 0.01, (0.01 + 1e-6) / 2])
+
+
+def test_label_smoothing_changes_what_is_minimised_not_what_is_recorded(tmp_path):
+    """The gradient of the last bias in closed form: softmax minus the smoothed target."""
+    share, losses = 0.25, []
+    for smoothing in (0.0, share):
+        run = open_run(tiny(p=0.0, label_smoothing=smoothing), tmp_path)
+        x, y = next(run.data.train.batches(16))
+        run.model.train()
+        loss, ce, logits, _ = run.batch(x, y)
+        target = torch.nn.functional.one_hot(y, 10) * (1 - smoothing) + smoothing / 10
+        plain = torch.nn.functional.cross_entropy(logits, y)
+        torch.testing.assert_close(ce, plain)
+        torch.testing.assert_close(loss.detach(), -(target * logits.log_softmax(1)).sum(1).mean())
+        run._one_step(x, y, 0.0)
+        assert run.sums.loss == pytest.approx(float(plain) * len(y), rel=1e-5)
+        torch.testing.assert_close(
+            run.model.head.classifier.bias.grad, (logits.softmax(1) - target).mean(0), rtol=1e-4, atol=1e-6
+        )
+        losses.append(float(loss.detach()) - float(plain))
+    assert losses[0] == 0 and abs(losses[1]) > 1e-4
+    tests = one_batch.evaluate(run.model, run.data.test, 16, run.world)
+    with torch.no_grad():
+        x, y = next(run.data.test.batches(40))
+        plain = torch.nn.functional.cross_entropy(run.model.eval()(x), y)
+    assert tests.loss / tests.images == pytest.approx(float(plain), rel=1e-4)
+
+
+@pytest.mark.parametrize("make", [tiny, tiny_potential])
+@pytest.mark.parametrize("k", [1, 4])
+def test_unrolled_is_k_plain_applications(make, k, tmp_path):
+    """An explicit network: f is evaluated k times in training and in test, and the gradient is that of plain backpropagation."""
+    run = open_run(make(method="unrolled", steps=k, p=0.0), tmp_path)
+    model, calls, forward = run.model.train(), [0], run.model.f.forward
+    model.f.forward = lambda *a: (calls.__setitem__(0, calls[0] + 1), forward(*a))[1]
+    x, y = next(run.data.train.batches(16))
+    loss, _, _, solution = run.batch(x, y)
+    loss.backward()
+    assert calls[0] == k == solution.nfe == solution.nfe_total
+    found = {name: w.grad.clone() for name, w in model.named_parameters()}
+    model.zero_grad()
+    f, z, _ = model.problem(x)
+    for _ in range(k):
+        z = f(z)
+    torch.nn.functional.cross_entropy(model.head(z), y).backward()
+    for name, w in model.named_parameters():
+        torch.testing.assert_close(found[name], w.grad, rtol=1e-5, atol=1e-8, msg=name)
+    calls[0] = 0
+    row = one_batch.evaluate(model, run.data.test, 40, run.world).row(10, ("forward",))
+    assert calls[0] == k == row["nfe_forward"]
+
+
+@pytest.mark.parametrize(
+    ("every", "proofs"), [(1, [1, 1, 1, 1, 1]), (3, [0, 0, 1, 0, 1]), (50, [0, 0, 0, 0, 1])]
+)
+def test_norms_are_proved_at_the_end_however_often_before(every, proofs, tmp_path):
+    """Between proofs norms are estimated; what is evaluated and kept is proved, and the record says what a proof found."""
+    run = open_run(tiny(epochs=1, prove_every=every, checkpoint_every=100, lr=2e-2), tmp_path)
+    asked, constrain = [], run.model.constrain
+    run.model.constrain = lambda prove=True: (asked.append(int(prove)), constrain(prove))[1]
+    run._one_epoch()
+    assert asked == proofs
+    layers = [layer for layer in certify(run.model, measure=False).layers if layer["limit"] is not None]
+    assert layers and all(layer["norm"] <= layer["limit"] * (1 + 1e-6) for layer in layers)
+    worst = run.history[0]["lipschitz"]["worst_over_c"]
+    assert math.isfinite(worst) and worst > 0.5
+    state = records.load_checkpoint(run.file)["model"]
+    assert all(torch.equal(v, run.model.state_dict()[k]) for k, v in state.items())
+
+
+def test_old_checkpoints_are_of_the_papers_block():
+    for place in ("digits/lipschitz", "cpu/table1/lip-a0.4", "cpu/table1/mdeq"):
+        path = ROOT / "results" / place / "seed0.ckpt"
+        model = records.load_model(path, records.read_record(path.with_suffix(".json")))
+        assert "block" not in records.load_checkpoint(path)["model_config"], "no old one any more"
+        assert (model.cfg.block, model.cfg.injection) == ("paper", "first")
 
 
 def test_jacobian_regularisation_is_on_for_few_early_steps():

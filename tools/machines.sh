@@ -2,7 +2,7 @@
 # Plays other machines: everything that the tests and the stored outputs say must hold there as well.
 #
 #   make portable                             the tests and all notebooks on each of them
-#   make portable ON=old2 WHAT=notebooks/     only on this machine, and only this, as in .ci/run
+#   make portable ON=old1 WHAT=notebooks/     only on this machine, and only this, as in .ci/run
 set -u
 cd "$(dirname "$0")/.." || exit 1
 

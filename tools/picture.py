@@ -1,6 +1,7 @@
-"""Draw the picture of the README and the start page: L against the slope a, in four readings.
+"""Draw the pictures of the README and the start page, or only one of them into a file.
 
-Every number comes from ``lipmdeq.bounds``. Usage: python tools/picture.py [file.svg]
+``readings``: L against the slope a, in four readings, from ``lipmdeq.bounds``. ``depth``: accuracy against the number of
+evaluations of f, from the depth reports of committed records. Usage: python tools/picture.py [readings|depth file.svg]
 """
 
 import sys
@@ -15,8 +16,14 @@ from scipy.optimize import brentq
 
 from lipmdeq.bounds import LipschitzSpec
 from lipmdeq.plotting import COLOURS, LINES, ours, paper, save, shade_contraction, use_style
+from lipmdeq.seal import read_record
 
-TARGET = Path(__file__).resolve().parent.parent / "book" / "_static" / "readings.svg"
+ROOT = Path(__file__).resolve().parent.parent
+STATIC = ROOT / "book" / "_static"
+DEPTH = {  # records of protocol cpu32, four epochs of all of CIFAR-10
+    "potential": "certified family, proved L = 0.9",
+    "lip-a0.4": "the paper's block, a = 0.4",
+}
 READINGS = {
     "reported": "as the paper reports it",
     "spectral": "spectral norm",
@@ -29,7 +36,7 @@ REPORTED = {
 }  # the paper's L for c = 2, gamma = 1, alpha1 = .5, alpha2 = .3, n = 4, p = .3
 
 
-def draw(path: Path) -> None:
+def readings(path: Path) -> None:
     """Four curves over a, the region L < 1, the paper's two values, the largest slope certified."""
     use_style()
     slopes = np.linspace(0.05, 0.55, 101)
@@ -52,5 +59,40 @@ def draw(path: Path) -> None:
     save(fig, path)
 
 
+def depth(path: Path) -> None:
+    """Accuracy of head(f^k(0)) for each k, and at z* as the last point."""
+    use_style()
+    fig, ax = plt.subplots(figsize=(7.2, 3.6))
+    for (row, label), colour, line in zip(DEPTH.items(), COLOURS.values(), LINES, strict=False):
+        found = read_record(ROOT / "results" / "cpu32" / "short" / row / "seed0.json")["depth"]
+        accuracy = [100 * a for a in (*found["accuracy"], found["accuracy_star"])]
+        where = range(len(accuracy))
+        ax.plot(where, accuracy, color=colour, linestyle=line, marker="o", label=label)
+        ax.annotate(
+            f"{accuracy[0]:.0f} %", (0, accuracy[0]), xytext=(0, 7), textcoords="offset points", ha="center"
+        )
+        ax.annotate(
+            f"{accuracy[-1]:.0f} %",
+            (len(where) - 1, accuracy[-1]),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="center",
+        )
+    ax.set_xticks(where, [*(str(k) for k in found["steps"]), "z*"])
+    ax.set(xlabel="evaluations of $f$ from $z = 0$", ylabel="accuracy, %", ylim=(0, 85))
+    ax.legend(loc="lower right")
+    save(fig, path)
+
+
+DRAWN = {"readings": readings, "depth": depth}
+
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]) if len(sys.argv) > 1 else TARGET)
+    if len(sys.argv) == 3 and sys.argv[1] in DRAWN:
+        DRAWN[sys.argv[1]](Path(sys.argv[2]))
+    elif len(sys.argv) == 1:
+        for name, draw in DRAWN.items():
+            draw(STATIC / f"{name}.svg")
+    else:
+        sys.exit(
+            f"picture = {' '.join(sys.argv[1:])}: must be nothing, or one of {', '.join(DRAWN)} and a file"
+        )

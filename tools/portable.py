@@ -18,6 +18,7 @@ FENCE = re.compile(r"^(`{3,}|:{3,})\{([\w:-]+)\}[ \t]*(.*)$")
 OPTION = re.compile(r"^:[\w-]+:.*$")
 DISPLAY = re.compile(r"^\$\$\n(.*?)\n\$\$(?:[ ]\(([\w:-]+)\))?", re.M | re.S)
 ROLE = re.compile(r"\{([\w:]+)\}`([^`]+)`")
+TITLED = re.compile(r"(.+?)\s*<([^<>]+)>", re.S)  # of {ref}`words <label>`
 NAME = re.compile(r"^:name: (\S+)$", re.M)
 LABEL = re.compile(r"^:label: (\S+)$", re.M)
 BUTTON = re.compile(r"<button[^>]*data-try.*?</button>[ ]*")  # they move an interactive element of the book
@@ -120,7 +121,9 @@ class Book:
                 source = "".join(cell["source"])
                 if caption := cell["metadata"].get("mystnb", {}).get("figure"):
                     figure += 1
-                    found[caption["name"]] = name, f"Figure {int(name[:2])}.{figure}"
+                    # a page without a number, such as train, has plain numbers
+                    chapter = f"{int(name[:2])}." if name[:2].isdecimal() else ""
+                    found[caption["name"]] = name, f"Figure {chapter}{figure}"
                 if cell["cell_type"] != "markdown":
                     continue
                 for block in blocks(source):
@@ -151,18 +154,28 @@ class Book:
         return found
 
     def role(self, lesson: str, kind: str, target: str) -> str:
-        """The plain Markdown of one role, such as {doc}`05_normalisation`."""
-        if kind == "doc":
-            target = target.removeprefix("/notebooks/")
-            return f"[{self.title(target)}]({target}.ipynb)" if target in self.names else f"*{target}*"
+        """The plain Markdown of one role, such as {doc}`05_normalisation` or {ref}`words <label>`."""
         if kind.startswith("cite"):
             named = ", ".join(self.sources[key.strip()] for key in target.split(","))
             return named if kind == "cite:t" else f"({named.replace(' (', ', ').replace(')', '')})"
-        if named := re.fullmatch(r"(.+?)\s*<[^<>]+>", target):  # {ref}`words <label>`
-            return named[1]
+        if titled := TITLED.fullmatch(target):
+            return self.link(lesson, kind, *titled.groups())
+        if kind == "doc":
+            target = target.removeprefix("/notebooks/")
+            return f"[{self.title(target)}]({target}.ipynb)" if target in self.names else f"*{target}*"
         home, called = self.labels[target]
         called = f"equation {called}" if kind == "eq" and home != lesson else called
         return called if home == lesson else f"{called} of [{self.title(home)}]({home}.ipynb)"
+
+    def link(self, lesson: str, kind: str, words: str, target: str) -> str:
+        """The words of a role with a title, linked where another notebook of the edition holds the target."""
+        if kind == "doc":
+            home = target.removeprefix("/notebooks/")
+        else:
+            home = self.labels.get(target, (lesson,))[
+                0
+            ]  # a label of a page that is no notebook: the words alone
+        return f"[{words}]({home}.ipynb)" if home in self.names and home != lesson else words
 
     def plain(self, lesson: str, text: str) -> str:
         """Plain Markdown of a piece of MyST text of a lesson; formulas on one line, as block quotes need it."""

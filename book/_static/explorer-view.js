@@ -257,5 +257,5 @@
   }
 
   const draw = { cards, readings, ranges, factors, matrix, plot, python, summary };
-  Object.assign(window.lipExplorer, { view: { app, part, axis, ...draw } });
+  Object.assign(window.lipExplorer, { view: { app, part, axis, show, swatch, ...draw } });
 })();

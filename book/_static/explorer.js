@@ -1,8 +1,9 @@
-/* The Lipschitz explorer: controls, presets, permalink. Numbers come from lipschitz.js, drawings from explorer-view.js. */
+/* The Lipschitz explorer: controls, presets, permalink. Numbers come from lipschitz.js, drawings from explorer-view.js
+   and, for the certified family, explorer-potential.js. */
 (() => {
   "use strict";
 
-  const { compute, DEFAULTS, view } = window.lipExplorer;
+  const { compute, potential, DEFAULTS, view, potentialView } = window.lipExplorer;
   const FIELDS = [
     { name: "a", symbol: "a", text: "slope of the activation", min: 0.01, max: 1, step: 0.01 },
     { name: "c", symbol: "c", text: "norm of the convolutions", min: 0.1, max: 4, step: 0.05 },
@@ -12,6 +13,7 @@
     { name: "n", symbol: "n", text: "number of resolutions", min: 1, max: 8, step: 1 },
     { name: "p", symbol: "p", text: "dropout rate", min: 0, max: 0.9, step: 0.01 },
   ];
+  const BLOCKS = { paper: "the paper's", potential: "the certified family" };
   const TOLERANCES = [1e-1, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8];
   const UNDO = {
     none: "nothing (Lipschitz MDEQ)",
@@ -62,12 +64,13 @@
   let state = { ...START };
   let paperL = null;
   const fieldOf = (name) => FIELDS.find((field) => field.name === name);
+  const certified = () => state.block === "potential";
 
   // ---- what a reader does
 
   function set(change) {
     state = { ...state, ...change };
-    if (Object.keys(change).some((key) => !["x", "y", "mode", "tol"].includes(key))) {
+    if (Object.keys(change).some((key) => !["x", "y", "mode", "tol", "block", "tau"].includes(key))) {
       paperL = null;
       part("preset").value = "";
     }
@@ -113,33 +116,39 @@
       }
     });
     part("plot").addEventListener("click", (event) => set({ [state.x]: valueAt(event.clientX) }));
+    part("tau-plot").addEventListener("click", (event) => set({ tau: tauAt(event.clientX) }));
     part("log").addEventListener("change", () => set({ y: part("log").checked ? "log" : "linear" }));
     part("post").addEventListener("change", () => set({ post_affine: part("post").checked }));
     for (const radio of app.querySelectorAll("input[name=lip-mode]"))
       radio.addEventListener("change", () => set({ mode: radio.value }));
   }
 
-  // ---- the address: #a=0.4&c=2&…
+  // ---- the address: #a=0.4&c=2&…, or #block=potential&tau=0.9
 
-  const link = () =>
+  function link() {
+    const own = (key) => (certified() ? key === "tau" : Boolean(fieldOf(key)));
+    const matters = (key) => (certified() ? ["block", "tol"].includes(key) : key !== "tau");
     writeLink(
       state,
-      Object.keys(START).filter((key) => fieldOf(key) || state[key] !== START[key]),
+      Object.keys(START).filter((key) => own(key) || (matters(key) && state[key] !== START[key])),
     );
+  }
 
   /** Takes from the address what is valid; the rest starts at its default. False if it holds no setting. */
   function follow() {
-    const found = readLink(FIELDS);
+    const found = readLink([...FIELDS, potentialView.TAU]);
     if (!found) return false;
     const choices = {
+      block: Object.keys(BLOCKS),
       undo: Object.keys(UNDO),
       x: FIELDS.map(({ name }) => name),
       y: ["linear", "log"],
       mode: ["train", "test"],
     };
     state = { ...START };
-    for (const [key, value] of Object.entries(found))
-      if (fieldOf(key) || (Object.hasOwn(choices, key) && choices[key].includes(value))) state[key] = value;
+    const taken = (key, value) =>
+      key === "tau" || fieldOf(key) || (Object.hasOwn(choices, key) && choices[key].includes(value));
+    for (const [key, value] of Object.entries(found)) if (taken(key, value)) state[key] = value;
     if (TOLERANCES.includes(Number(found.tol))) state.tol = Number(found.tol);
     if (found.post_affine === "false") state.post_affine = false;
     return true;
@@ -155,13 +164,20 @@
   /** Tells a screen reader the result, once the slider rests. */
   function announce() {
     clearTimeout(timer);
-    timer = setTimeout(() => say(view.summary(compute(state), state)), 600);
+    const told = () =>
+      certified() ? potentialView.summary(potential(state), state) : view.summary(compute(state), state);
+    timer = setTimeout(() => say(told()), 600);
   }
 
   let sliders = [];
+  let showTau = () => {};
   function renderControls() {
+    for (const node of app.querySelectorAll("[data-block]")) node.hidden = node.dataset.block !== state.block;
+    part("cards").classList.toggle("lip-three", certified());
+    part("cards").setAttribute("aria-label", certified() ? "L and what it guarantees" : "L in four readings");
     FIELDS.forEach((f, i) => sliders[i](state[f.name]));
-    for (const name of ["tol", "undo", "x"]) part(name).value = state[name];
+    showTau(state.tau);
+    for (const name of ["block", "tol", "undo", "x"]) part(name).value = state[name];
     part("post").checked = state.post_affine;
     part("log").checked = state.y === "log";
     for (const radio of app.querySelectorAll("input[name=lip-mode]")) radio.checked = radio.value === state.mode;
@@ -169,10 +185,15 @@
 
   let frame = 0;
   let valueAt = () => state[state.x];
+  let tauAt = () => state.tau;
   /** The slower part, at most once per frame. */
   function drawLater() {
     cancelAnimationFrame(frame);
     frame = requestAnimationFrame(() => {
+      if (certified()) {
+        tauAt = potentialView.plot(state);
+        return;
+      }
       valueAt = view.plot(state, fieldOf(state.x), paperL);
       view.ranges(state, fieldOf(state.x));
     });
@@ -180,19 +201,33 @@
 
   function render(linked = true) {
     renderControls();
+    if (certified()) renderCertified();
+    else renderPaper();
+    if (linked) link();
+    drawLater();
+  }
+
+  function renderPaper() {
     const r = compute(state);
     view.cards(r, state);
     view.readings(r, state, paperL);
     view.factors(r, state);
     view.matrix(r);
     view.python(state, FIELDS);
-    if (linked) link();
-    drawLater();
+  }
+
+  function renderCertified() {
+    potentialView.cards(potential(state), state);
+    potentialView.table(state, TOLERANCES);
+    potentialView.python(state);
   }
 
   sliders = FIELDS.map((f) =>
     addSlider(part("sliders"), { ...f, label: view.axis(f) }, (value) => set({ [f.name]: value }), say),
   );
+  const TAU = potentialView.TAU;
+  showTau = addSlider(part("tau"), { ...TAU, label: view.axis(TAU) }, (tau) => set({ tau }), say);
+  addSelect("block", Object.entries(BLOCKS), (block) => ({ block }));
   addSelect(
     "tol",
     TOLERANCES.map((t) => [t, t < 1e-3 ? t.toExponential() : t]),
@@ -215,11 +250,11 @@
     render();
     announce();
   });
-  let width = part("plot").clientWidth;
+  let width = app.clientWidth;
   new ResizeObserver(() => {
-    if (part("plot").clientWidth === width) return; // the height is our own doing
-    width = part("plot").clientWidth;
+    if (app.clientWidth === width) return; // the height is our own doing
+    width = app.clientWidth;
     drawLater();
-  }).observe(part("plot"));
+  }).observe(app);
   Object.defineProperty(window.lipExplorer, "state", { get: () => ({ ...state }) });
 })();

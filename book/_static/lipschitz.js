@@ -202,6 +202,8 @@
   }
 
   const DEFAULTS = {
+    block: "paper",
+    tau: 0.9,
     a: 0.4,
     c: 2,
     gamma: 1,
@@ -254,6 +256,14 @@
     };
   }
 
+  /** The certified family (spec.PotentialSpec): L = tau in both modes, whatever the weights; tol for the steps. */
+  function potential({ tau = DEFAULTS.tau, tol = DEFAULTS.tol } = {}) {
+    const number = (x) => typeof x === "number" && Number.isFinite(x);
+    if (!number(tau) || !(tau > 0 && tau < 1)) throw new RangeError(`tau = ${tau}: must be in (0, 1)`);
+    if (!number(tol) || !(tol > 0)) throw new RangeError(`tol = ${tol}: must be in (0, inf)`);
+    return { L: tau, steps: steps(tau, tol), error_factor: 1 / (1 - tau) };
+  }
+
   /** Values of one field (not n) in [low, high] with L < 1, the others fixed: [smallest, largest], or null.
 
       They form an interval (lipmdeq.bounds.feasible says why), so a scan finds it and bisection its ends. */
@@ -276,5 +286,5 @@
     return [edge(grid[first], grid[first - 1]), edge(grid[last], grid[last + 1])];
   }
 
-  window.lipExplorer = { compute, constants, feasible, steps, READINGS, DEFAULTS };
+  window.lipExplorer = { compute, constants, potential, feasible, steps, READINGS, DEFAULTS };
 })();
