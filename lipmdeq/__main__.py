@@ -270,11 +270,11 @@ def run_bound(args: argparse.Namespace) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
     # imported here, where an interrupt is one sentence already
-    from .commands import add_certify, add_depth, add_seal, add_tables, add_train
+    from .commands import add_certify, add_cost, add_depth, add_seal, add_tables, add_train
 
     parser = Parser(prog="python -m lipmdeq", description="Lipschitz multiscale DEQ")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (add_bound, add_train, add_certify, add_depth, add_tables, add_seal):
+    for add in (add_bound, add_train, add_cost, add_certify, add_depth, add_tables, add_seal):
         add(commands)
     return parser
 

@@ -1,4 +1,4 @@
-"""The shell commands that need torch: ``train``, ``certify``, ``depth``, ``tables``.
+"""The shell commands that need torch: ``train``, ``cost``, ``certify``, ``depth``, ``tables``.
 
 Parsers are light, torch is imported when they run.
 """
@@ -76,6 +76,53 @@ def run_train(args: argparse.Namespace) -> int:
         raise RunError("another process of this run ended before this one") from None
     r = record["result"]
     print(f"{r['split']} accuracy {r['accuracy']:.2%}; {record['guarantee']}")
+    return 0
+
+
+def add_cost(commands) -> None:
+    """``cost``: what a run will cost, before it is paid for."""
+    parser = commands.add_parser(
+        "cost", help="weights, multiply-adds, memory and hours of a run, without running it"
+    )
+    parser.add_argument(
+        "-f", "--file", required=True, metavar="config.yaml", help="parameters, e.g. of configs/"
+    )
+    parser.add_argument(
+        "--machine", default="a100", help="cpu, or a GPU: t4, v100, a100 (default), rtx3090, h100"
+    )
+    parser.add_argument(
+        "--utilisation", type=parse_value, default=0.3, metavar="X", help="share of its peak, in (0, 1]"
+    )
+    parser.add_argument(
+        "--forward", type=parse_value, metavar="K", help="evaluations of f in a step (default: max_forward)"
+    )
+    parser.add_argument(
+        "--backward", type=parse_value, metavar="K", help="products backward (default: max_backward)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.set_defaults(run=run_cost)
+
+
+def run_cost(args: argparse.Namespace) -> int:
+    """Print the cost on the machine asked for and, in the table, on the CPU beside it."""
+    from lipmdeq.cost import cost
+
+    counts = {}
+    for name in ("forward", "backward"):
+        if getattr(args, name) is not None:
+            counts[name] = check_whole(name, getattr(args, name), 1, 10_000)
+    if isinstance(args.utilisation, bool) or not isinstance(args.utilisation, int | float):
+        raise ValueError(f"utilisation = {args.utilisation!r}: must be a number in (0, 1]")
+    cfg = RunConfig.from_yaml(args.file)
+    found = cost(cfg, args.machine, args.utilisation, **counts)
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=1, allow_nan=False))
+        return 0
+    print(found)
+    if args.machine != "cpu":
+        print(
+            f"hours on {cfg.threads} cores of a CPU: {cost(cfg, 'cpu', args.utilisation, **counts).hours:.3g}"
+        )
     return 0
 
 

@@ -1,8 +1,8 @@
-"""A pretended accelerator: tensors that say they are on "pretend:0", keep their numbers on the CPU and refuse to meet CPU tensors.
+"""A pretended accelerator: tensors that say they are on "pretend:0", keep their numbers on the CPU, refuse to meet CPU tensors.
 
-What runs on it without an error has every tensor on its own device, and ends bit-equal to the CPU. `Watch` counts what would make a
-real accelerator's host wait: values that are read (`.item()`, `bool`), copies between host and device that block, results whose
-shape depends on data, decompositions whose success the host checks.
+What runs on it without an error has every tensor on its own device, and ends bit-equal to the CPU. `Watch` counts what would
+make the host of a real one wait: values that are read (`.item()`, `bool`), copies between host and device that block, results
+whose shape depends on data, decompositions whose success the host checks.
 
     with Factory():                                  # tensors made with device=DEVICE are pretended
         x = torch.randn(2, 3, device=DEVICE)
