@@ -1,8 +1,8 @@
 """What a run will cost, before it is paid for: weights, multiply-adds, memory, hours. Nothing is trained, no data is opened.
 
 Multiply-adds are those of convolutions and products of matrices, counted on tensors that have shapes and no numbers. What a step
-costs follows from how often f is evaluated, which nobody knows before: by default as often as the run allows. A solve whose end
-was not foreseen costs one evaluation more, which is not counted, nor are the constraint, the optimizer and the evaluation of images.
+costs follows from how often f is evaluated, which nobody knows before: by default as often as the run allows. Not counted are one
+evaluation more where the end of a solve was not foreseen, the constraint, the optimizer and the evaluation of images.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HISTORY = {"anderson": 12, "picard": 4, "broyden": 28}  # states that a solver h
 
 @dataclass(frozen=True)
 class Cost:
-    """Numbers of multiply-adds are for one image. ``hours`` are training alone, at ``utilisation`` of what the machine could do."""
+    """Multiply-adds of parts are for one image. ``hours`` are training alone, at ``utilisation`` of what the machine could do."""
 
     parameters: int
     stem: int
