@@ -108,7 +108,8 @@ class Conv(nn.Module):
         if self.c is None:
             return 0.0
         if not prove:
-            factor = ((1 - MARGIN) * self.c / self.estimate()).clamp(max=1.0)
+            norm = self.estimate()  # infinite where squares overflow: left to the next proof
+            factor = ((1 - MARGIN) * self.c / norm.where(norm.isfinite(), self.c / 2)).clamp(max=1.0)
             (self.weight if self.g is None else self.g).mul_(factor)
             return 0.0
         if self._guard is None or self._guard.key != (self.size, self.stride, self.padding):
@@ -140,7 +141,7 @@ class Conv(nn.Module):
             lengths = _lengths(v).clamp_min(tiny)
             one, two = v / lengths
             two = two - (one * two).sum() * one
-            self._v = torch.stack((one, two / two.norm().clamp_min(tiny)))
+            self._v = torch.stack((one, two / two.norm().clamp_min(tiny))).nan_to_num(0.0)
         return lengths.max().sqrt()
 
     def forget(self) -> None:
