@@ -323,8 +323,25 @@ def test_depth_in_the_readme_is_that_of_the_records():
         cells += [f"{record['certificate']['train']['perron']:.2f}", f"{d['tightness']:.2f}"]
         cells += [f"{r['nfe_train_forward']:.0f} / {r['nfe_train_backward']:.0f}"]
         expected.append(f"| {' | '.join(cells)} |")
+        expected_weights = f"{record['model']['parameters'] / 1e6:.2f}M"
+        assert expected_weights in (ROOT / "README.md").read_text("utf8"), expected_weights
     text = (ROOT / "README.md").read_text("utf8")
     assert "\n".join(expected) in text, "\n".join(["README.md should say:", *expected])
+
+
+def test_rates_in_the_recipe_are_those_of_the_records():
+    """configs/cpu32/README.md: validation accuracies of the recipe runs, the best one bold and used by the family's rows."""
+    text = (ROOT / "configs" / "cpu32" / "README.md").read_text("utf8")
+    for row, config in {"lip-a0.4": "table1/lip-a0.4", "potential": "beyond/potential-t0.9"}.items():
+        found = {}
+        for rate in (0.002, 0.004, 0.008):
+            record = read_record(ROOT / "results" / "cpu32" / "recipe" / f"{row}-lr{rate}" / "seed0.json")
+            assert record["result"]["split"] == "val" and record["parameters"]["lr"] == rate
+            found[rate] = 100 * record["result"]["accuracy"]
+        best = max(found, key=found.get)
+        shown = [f"**{v:.1f}**" if rate == best else f"{v:.1f}" for rate, v in found.items()]
+        assert ", ".join(shown) in " ".join(text.split()), shown
+        assert yaml.safe_load((ROOT / "configs" / "cpu32" / f"{config}.yaml").read_text("utf8"))["lr"] == best
 
 
 def test_results_in_the_readme_are_those_of_the_records():
