@@ -40,7 +40,7 @@ def test_a_quiz_for_each_part():
     assert list(QUIZZES) == ["foundations", "lemmas", "model", "beyond"]
     page = (BOOK / "teaching" / "quizzes.md").read_text("utf8")
     assert re.findall(r"^```\{quiz\} (\w+)$", page, re.M) == list(QUIZZES)
-    assert all(5 <= len(questions) <= 8 for questions in QUIZZES.values())
+    assert all(5 <= len(questions) <= 7 for questions in QUIZZES.values())
     assert len(CHOICES) + len(NUMBERS) == len(QUESTIONS)
 
 
