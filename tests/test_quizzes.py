@@ -23,17 +23,10 @@ NUMBERS = [pytest.param(q, id=name) for name, q in QUESTIONS if "answer" in q]
 GUIDES = [BOOK / "teaching" / f"{name}.md" for name in ("foundations", "lemmas", "model", "experiments")]
 
 
-def convolutions(preset: str) -> int:
-    from lipmdeq.layers import Conv
-    from lipmdeq.model import build
-
-    return sum(isinstance(module, Conv) for module in build(preset).f.modules())
-
-
 def value(expression: str) -> float:
     """What lipmdeq says; the expressions are our own, in the repository."""
     names = {name: getattr(bounds, name) for name in dir(bounds) if not name.startswith("_")}
-    return eval(expression, {**names, "convolutions": convolutions})
+    return eval(expression, names)
 
 
 def test_a_quiz_for_each_part():
