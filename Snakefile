@@ -16,9 +16,9 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from lipmdeq.runconfig import OneSentence, RunConfig
-from lipmdeq.seal import read_record
-from lipmdeq.tables import SHARED, TABLES as PRINTED, load
+from lipmdeq.experiments.parameters import OneSentence, RunConfig
+from lipmdeq.experiments.seal import read_record
+from lipmdeq.experiments.tables import SHARED, TABLES as PRINTED, load
 
 PROTOCOL = config.get("protocol", "cpu")
 TABLES = str(config.get("tables", "table1,table2,figure4,table3,beyond")).split(",")
@@ -185,7 +185,7 @@ rule weights:
         python=sys.executable,
         source="runs/{protocol}/{table}/{row}/seed{seed}/checkpoint.ckpt",
     shell:
-        "{params.python} -c 'import sys; from lipmdeq.records import export_weights; export_weights(*sys.argv[1:])' "
+        "{params.python} -c 'import sys; from lipmdeq.experiments.records import export_weights; export_weights(*sys.argv[1:])' "
         "{params.source} {output}"
 
 

@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from torch import nn
 from torchdeq import get_deq
 
-from lipmdeq.batch import JACOBIAN_RATE, Batch
-from lipmdeq.implicit import JFB, Implicit, Phantom, Unrolled, deq
-from lipmdeq.layers import Conv
+from lipmdeq.experiments.records import git_commit, machine, versions, write_json
+from lipmdeq.experiments.step import JACOBIAN_RATE, Batch
 from lipmdeq.model import build
-from lipmdeq.records import git_commit, machine, versions, write_json
+from lipmdeq.model.layers import Conv
 from lipmdeq.shell import Parser, guarded
 from lipmdeq.solvers import Anderson, Picard, SolverWarning
+from lipmdeq.solvers.gradients import JFB, Implicit, Phantom, Unrolled, deq
 
 ROOT = Path(__file__).resolve().parent.parent
 TOL, FORWARD, BACKWARD = 1e-3, 18, 20
@@ -108,14 +108,7 @@ class Step:
     """One training step of a row, with the times of its parts."""
 
     def __init__(self, net, solver, adjoint, jacobian, x, y):
-        self.net, self.solver, self.adjoint, self.jacobian, self.x, self.y = (
-            net,
-            solver,
-            adjoint,
-            jacobian,
-            x,
-            y,
-        )
+        self.net, self.solver, self.adjoint, self.jacobian, self.x, self.y = (net, solver, adjoint, jacobian, x, y)
         self.batch = Batch(net)
         self.optimizer = torch.optim.Adam(net.parameters(), lr=0.0)  # the weights stay; the work is done
         self.parts: dict[str, list[float]] = {"forward": [], "backward": [], "constrain": [], "step": []}
@@ -138,9 +131,7 @@ class Step:
         if self.jacobian:  # on 5 % of the steps: measured apart, weighted
             extra = JACOBIAN_RATE * clock(lambda: self.batch(self.x, self.y, self.jacobian)[0].backward())
             self.optimizer.zero_grad()
-        for key, value in zip(
-            self.parts, (t[1] - t[0], t[2] - t[1], t[4] - t[3], t[4] - t[0] + extra), strict=True
-        ):
+        for key, value in zip(self.parts, (t[1] - t[0], t[2] - t[1], t[4] - t[3], t[4] - t[0] + extra), strict=True):
             self.parts[key].append(value)
         self.nfe = (solution.nfe_total, solution.backward.nfe if solution.backward else 0)
 
@@ -187,12 +178,7 @@ def one_evaluation(net: nn.Module, x: torch.Tensor, rounds: int, compiled: bool)
 
         def spy(self, t):
             seen.append(
-                (
-                    t.clone(memory_format=torch.preserve_format),
-                    self.kernel().detach(),
-                    self.stride,
-                    self.padding,
-                )
+                (t.clone(memory_format=torch.preserve_format), self.kernel().detach(), self.stride, self.padding)
             )
             return forward(self, t)
 
@@ -211,10 +197,7 @@ def one_evaluation(net: nn.Module, x: torch.Tensor, rounds: int, compiled: bool)
             fast = torch.compile(net.f)
             jobs["compiled"] = lambda: fast(z, u)
         times = interleave(jobs, rounds, warmup=3)
-    out = {
-        "f_over_convs": ratio(times, "eager", "convs"),
-        "f_milliseconds": 1e3 * statistics.median(times["eager"]),
-    }
+    out = {"f_over_convs": ratio(times, "eager", "convs"), "f_milliseconds": 1e3 * statistics.median(times["eager"])}
     out["f_over_convs_compiled"] = ratio(times, "compiled", "convs") if compiled else None
     return out
 
@@ -279,14 +262,8 @@ def table_one(nets: dict, x, y, rounds: int) -> dict:
     result = {key: {} for key in ("speedup", "speedup_forward", "speedup_backward", "speedup_paper")}
     result |= {key: {} for key in ("nfe", "nfe_paper", "times_ms", "constrain_share")}
     for name, s in steps.items():
-        for key, part in (
-            ("speedup", "step"),
-            ("speedup_forward", "forward"),
-            ("speedup_backward", "backward"),
-        ):
-            result[key][name] = statistics.median(
-                m / t for m, t in zip(base[part], s.parts[part], strict=True)
-            )
+        for key, part in (("speedup", "step"), ("speedup_forward", "forward"), ("speedup_backward", "backward")):
+            result[key][name] = statistics.median(m / t for m, t in zip(base[part], s.parts[part], strict=True))
         result["speedup_paper"][name], *paper = PAPER[name]
         result["nfe"][name] = {"forward": s.nfe[0], "backward": s.nfe[1]}
         result["nfe_paper"][name] = {"forward": paper[0], "backward": paper[1]}
@@ -329,13 +306,7 @@ def against_torchdeq(nets: dict, x, rounds: int) -> dict:
         solver, adjoint = Anderson(tol=tol, max_iter=FORWARD), Implicit(Anderson(tol=tol, max_iter=BACKWARD))
 
         def ours(net=net, u=u, solver=solver, adjoint=adjoint):
-            z, _ = deq(
-                lambda z: net.f(z, u),
-                net.z0(u),
-                solver=solver,
-                adjoint=adjoint,
-                inputs=[*net.f.parameters()],
-            )
+            z, _ = deq(lambda z: net.f(z, u), net.z0(u), solver=solver, adjoint=adjoint, inputs=[*net.f.parameters()])
             loss_of(z).backward()
 
         times = interleave({"theirs": theirs, "ours": ours}, rounds, warmup=1)
@@ -371,9 +342,7 @@ def explicit_net(preset: str, parameters: int) -> nn.Module:
         return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(cin, 10))
 
     widths = [w / 16 for w in range(1, 24)]
-    net = min(
-        (make(w) for w in widths), key=lambda m: abs(sum(p.numel() for p in m.parameters()) - parameters)
-    )
+    net = min((make(w) for w in widths), key=lambda m: abs(sum(p.numel() for p in m.parameters()) - parameters))
     return net.to(memory_format=torch.channels_last)
 
 
@@ -395,9 +364,7 @@ def against_explicit(preset: str, nets: dict, x, y, rounds: int) -> dict:
         "explicit": {
             "parameters": sum(p.numel() for p in net.parameters()),
             "ours_parameters": count,
-            "step_over_explicit": {
-                name: ratio(times, name, "explicit") for name in jobs if name != "explicit"
-            },
+            "step_over_explicit": {name: ratio(times, name, "explicit") for name in jobs if name != "explicit"},
         }
     }
 
@@ -472,21 +439,15 @@ def show(result: dict) -> None:
             + "  ".join(f"{k} {v:.2f}" for k, v in result["explicit"]["step_over_explicit"].items())
         )
     if "memory_mb" in result:
-        print(
-            f"  peak MB, implicit {result['memory_mb']['implicit']}  unrolled {result['memory_mb']['unrolled']}"
-        )
+        print(f"  peak MB, implicit {result['memory_mb']['implicit']}  unrolled {result['memory_mb']['unrolled']}")
 
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=list(BATCH), default="cpu")
     parser.add_argument("--rounds", type=int, default=None)
-    parser.add_argument(
-        "--threads", type=int, help="default: 1 for cpu (as its runs), all cores for paper-cifar10"
-    )
-    parser.add_argument(
-        "--no-compile", action="store_true", help="skip torch.compile (it needs a C++ compiler)"
-    )
+    parser.add_argument("--threads", type=int, help="default: 1 for cpu (as its runs), all cores for paper-cifar10")
+    parser.add_argument("--no-compile", action="store_true", help="skip torch.compile (it needs a C++ compiler)")
     parser.add_argument("--out", default=None)
     parser.add_argument("--memory-child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--evaluation-child", action="store_true", help=argparse.SUPPRESS)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from lipmdeq.batch import Batch
+from lipmdeq.experiments.records import git_commit, machine, now, versions, write_json
+from lipmdeq.experiments.step import Batch
 from lipmdeq.model import MDEQ, build
-from lipmdeq.records import git_commit, machine, now, versions, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCH = {"cpu32": 128, "paper-cifar10": 32}
@@ -38,9 +38,7 @@ def normalisation(net: MDEQ, x: torch.Tensor) -> float:
         u = net.injected(x)
     start = time.perf_counter()
     held = net.f.hold(u)
-    kernels = [
-        t for t in held.tensors() if t.requires_grad and t.numel() < x.numel()
-    ]  # not the injected images
+    kernels = [t for t in held.tensors() if t.requires_grad and t.numel() < x.numel()]  # not the injected images
     total = sum(t.sum() for t in kernels)
     torch.autograd.grad(total, list(net.f.parameters()), allow_unused=True)
     return time.perf_counter() - start
@@ -50,13 +48,7 @@ def train(net: MDEQ, batch: int, steps: int) -> dict:
     """Medians and shares over the first steps of a training."""
     size = net.cfg.image_size
     adam, one = torch.optim.Adam(net.parameters(), lr=LR, fused=True), Batch(net.train())
-    parts: dict[str, list[float]] = {
-        "forward": [],
-        "backward": [],
-        "optimizer": [],
-        "constrain": [],
-        "proof": [],
-    }
+    parts: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": [], "constrain": [], "proof": []}
     worst, normal = 0.0, []
     for step in range(steps):
         x, y = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
@@ -77,9 +69,7 @@ def train(net: MDEQ, batch: int, steps: int) -> dict:
         if net.cfg.block == "potential" and step % 10 == 0:
             normal.append(normalisation(net, x))
     ms = {k: 1000 * statistics.median(v) for k, v in parts.items() if v}
-    step_ms = (
-        sum(ms[k] for k in ("forward", "backward", "optimizer", "constrain")) + ms["proof"] / PROVE_EVERY
-    )
+    step_ms = sum(ms[k] for k in ("forward", "backward", "optimizer", "constrain")) + ms["proof"] / PROVE_EVERY
     guarantee = ms["constrain"] + ms["proof"] / PROVE_EVERY
     if normal:
         ms["normalisation"] = guarantee = 1000 * statistics.median(normal)
@@ -110,10 +100,7 @@ def main() -> None:
             torch.manual_seed(0)
             row = train(build(preset, **changes), BATCH[preset], args.steps)
             found.setdefault(preset, {})[name] = row
-            print(
-                f"{preset:>14} {name:<10} step {row['step_ms']:.0f} ms, guarantee {row['share']:.1%}",
-                flush=True,
-            )
+            print(f"{preset:>14} {name:<10} step {row['step_ms']:.0f} ms, guarantee {row['share']:.1%}", flush=True)
     about = {
         "threads": args.threads,
         "lr": LR,

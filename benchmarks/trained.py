@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.__main__ import ROOT, Step, interleave
-from lipmdeq import data, records
-from lipmdeq.runconfig import RunConfig
+from lipmdeq import data
+from lipmdeq.experiments import records
+from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.shell import Parser, guarded
 from lipmdeq.solvers import SolverWarning
 
@@ -41,11 +42,7 @@ def batch(folder: Path) -> tuple[torch.Tensor, torch.Tensor, str]:
         cfg.data, root=cfg.data_root, train_images=cfg.train_images, resolution=cfg.resolution, seed=cfg.seed
     )
     x, y = next(iter(images.train.batches(cfg.batch)))
-    return (
-        x,
-        y,
-        f"batch {cfg.batch} of {cfg.data} at {x.shape[-1]}x{x.shape[-1]}, preset {cfg.preset}, 1 thread",
-    )
+    return (x, y, f"batch {cfg.batch} of {cfg.data} at {x.shape[-1]}x{x.shape[-1]}, preset {cfg.preset}, 1 thread")
 
 
 def measure(runs: Path, table: str, rounds: int) -> tuple[dict, str]:
@@ -61,16 +58,10 @@ def measure(runs: Path, table: str, rounds: int) -> tuple[dict, str]:
     base = steps["mdeq"].parts
     out = {}
     for name, s in steps.items():
-        ratios = {
-            k: statistics.median(b / a for a, b in zip(s.parts[k], base[k], strict=True)) for k in s.parts
-        }
+        ratios = {k: statistics.median(b / a for a, b in zip(s.parts[k], base[k], strict=True)) for k in s.parts}
         out[name] = {f"{k}_ms": 1e3 * statistics.median(v) for k, v in s.parts.items()}
         out[name] |= {"speedup": ratios["step"], "speedup_forward": ratios["forward"]}
-        out[name] |= {
-            "speedup_backward": ratios["backward"],
-            "nfe_forward": s.nfe[0],
-            "nfe_backward": s.nfe[1],
-        }
+        out[name] |= {"speedup_backward": ratios["backward"], "nfe_forward": s.nfe[0], "nfe_backward": s.nfe[1]}
     return out, scale
 
 
@@ -94,9 +85,7 @@ def main() -> None:
         "git_commit": records.git_commit(),
     }
     for name, r in rows.items():
-        print(
-            f"{name:<14} {r['step_ms']:7.1f} ms  {r['speedup']:5.2f}x  {r['nfe_forward']}/{r['nfe_backward']}"
-        )
+        print(f"{name:<14} {r['step_ms']:7.1f} ms  {r['speedup']:5.2f}x  {r['nfe_forward']}/{r['nfe_backward']}")
     records.write_json(args.out, result)
     print(f"written to {args.out.name}", file=sys.stderr)
 

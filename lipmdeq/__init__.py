@@ -3,12 +3,13 @@
 ``import lipmdeq`` is light: torch is imported only when a name that needs it is used for the first time.
 """
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
 
-# Public name -> the file that holds it, in the order in which an image flows through the files.
+# Public name -> the room or file that holds it, in the order in which an image flows through them.
 _HOME = {
     "LipschitzSpec": "bounds",
     "conv_norm": "norms",
@@ -18,12 +19,12 @@ _HOME = {
     "Anderson": "solvers",
     "Broyden": "solvers",
     "Solution": "solvers",
-    "deq": "implicit",
-    "Implicit": "implicit",
-    "JFB": "implicit",
-    "Phantom": "implicit",
-    "Neumann": "implicit",
-    "Unrolled": "implicit",
+    "deq": "solvers",
+    "Implicit": "solvers",
+    "JFB": "solvers",
+    "Phantom": "solvers",
+    "Neumann": "solvers",
+    "Unrolled": "solvers",
     "certify": "certificate",
     "check": "checks",
     "use_style": "plotting",
@@ -32,12 +33,15 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 
-def __getattr__(name: str) -> Any:
-    """Import ``lipmdeq.<file>`` when one of its names is asked for (PEP 562)."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'lipmdeq' has no attribute {name!r}")
-    return getattr(import_module(f"lipmdeq.{_HOME[name]}"), name)
+def attach(package: str, homes: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package that imports a name's home when it is asked for (PEP 562)."""
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{homes[name]}"), name)
+
+    return get, lambda: sorted({*vars(import_module(package)), *homes})
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = attach(__name__, _HOME)

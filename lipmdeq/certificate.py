@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lipmdeq import bounds
-from lipmdeq.blocks import FixedPointMap, Fusion, PostFusion, ResidualBlock
-from lipmdeq.layers import GN, MGN, Chain, Conv, ConvNorm, DownPath, SReLU, Up, UpPath, VariationalDropout
+from lipmdeq.model.blocks import FixedPointMap, Fusion, PostFusion, ResidualBlock
+from lipmdeq.model.layers import GN, MGN, Chain, Conv, ConvNorm, DownPath, SReLU, Up, UpPath, VariationalDropout
+from lipmdeq.model.potential import Potential, PotentialMap, UnitConv
 from lipmdeq.norms import Norm, conv_norm
-from lipmdeq.potential import Potential, PotentialMap, UnitConv
-from lipmdeq.solvers import Anderson
+from lipmdeq.solvers import Anderson, Picard
 
 KNOWN = (
     FixedPointMap, ResidualBlock, Fusion, PostFusion, DownPath, UpPath, Chain, ConvNorm, Conv, GN, MGN, SReLU, Up,
@@ -98,9 +98,7 @@ def mixed_1x1_norm(conv: Conv, norm: MGN) -> Norm:
     return Norm(float(torch.linalg.matrix_norm(both, 2).max()) * (1 + 1e-12), "exact", "1x1 with norm")
 
 
-def live_constants(
-    f: FixedPointMap, sizes: dict[Conv, tuple[int, int]], progress: bool
-) -> tuple[dict, list[dict]]:
+def live_constants(f: FixedPointMap, sizes: dict[Conv, tuple[int, int]], progress: bool) -> tuple[dict, list[dict]]:
     """Proved constants of the live modules, and one row for each for the report."""
     constants: dict[nn.Module, float] = {}
     rows: list[dict] = []
@@ -124,21 +122,12 @@ def live_constants(
             if not math.isfinite(norm.value):
                 continue  # overflow: the product of both constants stands
         else:
-            value = (
-                bounds.lip_gn(m.max_scale(), m.eps) if isinstance(m, GN) else bounds.lip_mgn(m.max_scale())
-            )
+            value = bounds.lip_gn(m.max_scale(), m.eps) if isinstance(m, GN) else bounds.lip_mgn(m.max_scale())
             norm = Norm(value, "exact", "max|γ|/√ε" if isinstance(m, GN) else "max|γ|")
             c = m.gamma if m.weight is not None else None
         constants[m] = norm.value
         rows.append(
-            dict(
-                name=names[m],
-                layer=type(m).__name__,
-                norm=norm.value,
-                kind=norm.kind,
-                method=norm.method,
-                limit=c,
-            )
+            dict(name=names[m], layer=type(m).__name__, norm=norm.value, kind=norm.kind, method=norm.method, limit=c)
         )
     return constants, rows
 
@@ -291,9 +280,7 @@ class Certificate:
             for key in ("frobenius", "spectral", "perron"):
                 rows.append((f"L, {mode} mode, {key}", f"{r[key]:.4g}", "proved upper bound"))
             steps = "none" if r["steps"] is None else str(r["steps"])
-            rows.append(
-                (f"steps to {self.tolerance:g}, {mode} mode", steps, "proved (from z = 0, weighted norm)")
-            )
+            rows.append((f"steps to {self.tolerance:g}, {mode} mode", steps, "proved (from z = 0, weighted norm)"))
         if self.measured_norm is not None:
             rows += [
                 (f"‖J‖₂ measured ({self.measured_on})", f"{self.measured_norm:.4g}", "lower bound"),
@@ -305,11 +292,7 @@ class Certificate:
         return rows
 
     def __str__(self) -> str:
-        verdict = (
-            "contraction PROVED (test mode)"
-            if self.certified
-            else "NOT proved to be a contraction (test mode)"
-        )
+        verdict = "contraction PROVED (test mode)" if self.certified else "NOT proved to be a contraction (test mode)"
         lines = [f"Certificate, images {self.image_size}x{self.image_size}: {verdict}"]
         lines += [f"  {a:<34} {b:>10}  {c}" for a, b, c in self.summary_rows()]
         lines += ["", f"  {'layer':<34} {'norm':>10}  {'limit':>7}  kind"]
@@ -383,9 +366,7 @@ def certify(
         raise ValueError(f"image_size = {image_size}: must be a multiple of {cfg.step}")
     refuse_unknown(f)
     constants, rows = live_constants(f, conv_sizes(f, image_size, cfg.image_size), progress)
-    proved = {
-        mode: readings(f.matrix(constants.get, train=mode == "train"), tol) for mode in ("test", "train")
-    }
+    proved = {mode: readings(f.matrix(constants.get, train=mode == "train"), tol) for mode in ("test", "train")}
     points, observed = [], None
     if measure:
         points, observed = _measure(
@@ -408,12 +389,8 @@ def certify(
     )
 
 
-def _measure(
-    model, x, image_size, d, tol, random_points, power_steps, seed, progress
-) -> tuple[list[dict], int | None]:
+def _measure(model, x, image_size, d, tol, random_points, power_steps, seed, progress) -> tuple[list[dict], int | None]:
     """‖J‖₂ (lower bounds) at z* and at random points, in test mode; number of Picard steps that were needed."""
-    from lipmdeq.solvers import Picard
-
     was_training = model.training
     model.eval()
     gen = torch.Generator().manual_seed(seed)
@@ -432,9 +409,7 @@ def _measure(
             for k in range(random_points)
         ]
         points = []
-        for at, z in tqdm(
-            places, desc="measuring", unit="point", disable=None if progress else True, leave=False
-        ):
+        for at, z in tqdm(places, desc="measuring", unit="point", disable=None if progress else True, leave=False):
             plain = JacobianProbe(f, z)
             row = dict(at=at, norm=float(plain.norm(power_steps, gen).max()))
             weighted = JacobianProbe(f, z, d)

@@ -17,9 +17,7 @@ from lipmdeq.certificate import Certificate, JacobianProbe, certify
 from lipmdeq.solvers import Anderson, Solver
 
 STEPS = (1, 2, 3, 5, 10)  # numbers of evaluations at which the head is read
-FEED_FORWARD = (
-    0.95  # share of images whose label at f(0) is that at z*, from which on a model is called feed-forward
-)
+FEED_FORWARD = 0.95  # share of images whose label at f(0) is that at z*, from which on a model is called feed-forward
 PROBED = 8  # images at which the Jacobian is measured
 
 
@@ -140,9 +138,7 @@ def depth(
         most 100 evaluations. batch: images at a time.
     """
     if len(images) != len(labels) or not len(images):
-        raise ValueError(
-            f"labels = {len(labels)}: must be as many as images, {len(images)}, and at least one"
-        )
+        raise ValueError(f"labels = {len(labels)}: must be as many as images, {len(images)}, and at least one")
     was = model.training
     model.eval()
     try:
@@ -150,9 +146,7 @@ def depth(
         certificate = certificate or certify(model, images.shape[-1], measure=False, progress=False)
         counts, switches = _Counts(), _Switches()
         for start in range(0, len(images), batch):
-            _count(
-                model, images[start : start + batch], labels[start : start + batch], solver, counts, switches
-            )
+            _count(model, images[start : start + batch], labels[start : start + batch], solver, counts, switches)
         proof = certificate.test
         jacobian = _jacobian(model, images[:PROBED], solver, proof["D"])
         return Depth(

@@ -10,13 +10,7 @@ import matplotlib as mpl
 from cycler import cycler
 
 # Okabe and Ito's palette, the ones with enough contrast on white; each colour has its own line style.
-COLOURS = {
-    "blue": "#0072b2",
-    "vermilion": "#d55e00",
-    "green": "#00855f",
-    "purple": "#b05a8a",
-    "black": "#222222",
-}
+COLOURS = {"blue": "#0072b2", "vermilion": "#d55e00", "green": "#00855f", "purple": "#b05a8a", "black": "#222222"}
 LINES = ["-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1))]
 MARKERS = ["o", "s", "^", "D", "v"]
 CONTRACTION = "#0072b2"  # the region L < 1 is this blue, very light

@@ -24,14 +24,7 @@ torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]  # gradient che
 DEVICE, CPU = torch.device("pretend", 0), torch.device("cpu")
 _aten = torch.ops.aten
 COPIES = {_aten._to_copy.default, _aten.copy_.default}
-SHAPES = (
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "bincount",
-)  # depend on data
+SHAPES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")  # depend on data
 CHECKED = (
     "_linalg_check_errors",
     "_linalg_eigh",
@@ -74,9 +67,7 @@ class Pretend(torch.Tensor):
     @staticmethod
     def __new__(cls, data):
         layout = dict(strides=data.stride(), storage_offset=data.storage_offset(), dtype=data.dtype)
-        return torch.Tensor._make_wrapper_subclass(
-            cls, data.shape, device=DEVICE, requires_grad=False, **layout
-        )
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, device=DEVICE, requires_grad=False, **layout)
 
     def __init__(self, data):
         self.kept = data
@@ -107,9 +98,7 @@ def _kind(func, args, kwargs, tensors, answer_there: bool) -> str | None:
         return None
     if name == "_local_scalar_dense":
         return "value"
-    masks = name in ("index", "index_put_", "_index_put_impl_") and any(
-        t.dtype == torch.bool for t in tensors[1:]
-    )
+    masks = name in ("index", "index_put_", "_index_put_impl_") and any(t.dtype == torch.bool for t in tensors[1:])
     if name in SHAPES or masks:
         return "shape"
     return "check" if name in CHECKED else None
@@ -127,9 +116,7 @@ def run(func, args, kwargs):
     answer_there = there if device is None else torch.device(device).type == DEVICE.type
     if kind := _kind(func, args, kwargs, tensors, answer_there):
         Watch.saw(kind)
-    known = {
-        id(t.kept): t for t in tensors if isinstance(t, Pretend)
-    }  # in-place operations return their operand
+    known = {id(t.kept): t for t in tensors if isinstance(t, Pretend)}  # in-place operations return their operand
     args, kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
     if device is not None:
         kwargs = {**kwargs, "device": CPU}

@@ -11,16 +11,14 @@ from torch import nn
 
 from lipmdeq import bounds
 from lipmdeq.certificate import JacobianProbe, certify, conv_sizes, mixed_1x1_norm
-from lipmdeq.layers import MGN, Conv
 from lipmdeq.model import build
+from lipmdeq.model.layers import MGN, Conv
 
 
 def tiny(a=0.4, seed=0, scale=0.5, **changes):
     """Three branches of 8 channels at 8x8; weights so large that every constraint is active."""
     torch.manual_seed(seed)
-    sizes = dict(
-        channels=(8, 8, 8), image_size=8, expansion=2, groups=2, head_channels=(4, 4, 4), head_features=16
-    )
+    sizes = dict(channels=(8, 8, 8), image_size=8, expansion=2, groups=2, head_channels=(4, 4, 4), head_features=16)
     net = build("cpu", a=a, **{**sizes, **changes}).double()
     with torch.no_grad():
         for p in net.f.parameters():
@@ -134,9 +132,7 @@ def test_attack_on_pairs(a):
     optimizer = torch.optim.Adam(pair, lr=0.1)
     for _ in range(25):
         x, y = pair[:3], pair[3:]
-        up = sum(
-            (p - q).flatten(1).pow(2).sum(1) for p, q in zip(net.f(x, u), net.f(y, u), strict=True)
-        ).sqrt()
+        up = sum((p - q).flatten(1).pow(2).sum(1) for p, q in zip(net.f(x, u), net.f(y, u), strict=True)).sqrt()
         down = sum((p - q).flatten(1).pow(2).sum(1) for p, q in zip(x, y, strict=True)).sqrt()
         ratio = up / down
         assert ratio.max().item() <= limit
@@ -168,9 +164,7 @@ def test_ten_thousand_pairs():
         rho, d = bounds.perron(matrix)
         for limit, weights in ((bounds.spectral(matrix), [1.0] * n), (rho, d)):
             up = sum((w * t).flatten(1).pow(2).sum(1) for w, t in zip(weights, out, strict=True)).sqrt()
-            down = sum(
-                (w * (p - q)).flatten(1).pow(2).sum(1) for w, p, q in zip(weights, z, y, strict=True)
-            ).sqrt()
+            down = sum((w * (p - q)).flatten(1).pow(2).sum(1) for w, p, q in zip(weights, z, y, strict=True)).sqrt()
             assert (up / down).max().item() <= limit * (1 + 1e-9), (case, spec)
 
 
@@ -222,9 +216,7 @@ def test_weights_changed_behind_its_back():
     with torch.no_grad():
         net.f.residual[0].conv1.weight.mul_(40)
     assert not cert.matches(net)
-    assert not certify(
-        net, measure=False, progress=False
-    ).certified  # the live weights count, not the promise c
+    assert not certify(net, measure=False, progress=False).certified  # the live weights count, not the promise c
     rows = {row["name"]: row for row in certify(net, measure=False, progress=False).layers}
     assert rows["residual.0.conv1"]["norm"] > rows["residual.0.conv1"]["limit"]
 
@@ -280,10 +272,7 @@ def test_modes_are_not_swapped():
 
 def test_a_certificate_for_a_larger_image_is_larger():
     net = tiny(0.4)
-    small, large = (
-        certify(net, 8, measure=False, progress=False),
-        certify(net, 16, measure=False, progress=False),
-    )
+    small, large = (certify(net, 8, measure=False, progress=False), certify(net, 16, measure=False, progress=False))
     assert large.test["spectral"] >= small.test["spectral"] * 0.999
     with pytest.raises(ValueError, match="image_size = 9"):
         certify(net, 9)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lipmdeq import tables
-from lipmdeq.seal import read_record
+from lipmdeq.experiments import tables
+from lipmdeq.experiments.seal import read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -24,9 +24,7 @@ from check_book import pages  # noqa: E402
 from pictures import difference  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LESSONS = [
-    path for path in NOTEBOOKS if re.match(r"(0[1-9]|1[013-689]|21)_", path.name)
-]  # those with exercises
+LESSONS = [path for path in NOTEBOOKS if re.match(r"(0[1-9]|1[013-689]|21)_", path.name)]  # those with exercises
 TOC = pages(yaml.safe_load((ROOT / "_toc.yml").read_text("utf8")))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
 
@@ -79,9 +77,7 @@ def test_notebook_outputs_are_stored(path):
         assert all(output["output_type"] != "error" for output in cell["outputs"])
     for cell in cells:
         text = json.dumps(cell["outputs"])
-        assert not re.search(r"/(home|root|Users|tmp|work)/", text), (
-            f"a machine's path in the output of {cell['id']}"
-        )
+        assert not re.search(r"/(home|root|Users|tmp|work)/", text), f"a machine's path in the output of {cell['id']}"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
@@ -95,9 +91,7 @@ def test_outputs_hold_no_raw_formulas(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
 def test_cells_are_short(path):
-    cells = [
-        c for c in code_cells(path) if "parameters" not in c["metadata"].get("tags", [])
-    ]  # a list, not a program
+    cells = [c for c in code_cells(path) if "parameters" not in c["metadata"].get("tags", [])]  # a list, not a program
     lengths = [len("".join(cell["source"]).splitlines()) for cell in cells]
     assert max(lengths) <= 40
     assert statistics.median(lengths) <= 8
@@ -117,9 +111,7 @@ def test_lesson_anatomy(path):
     text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     assert re.search(r"^(\([\w-]+\)=\n)?# ", text), "begins with its title"
     assert ":class: lesson" in text, "the box: what you will be able to do, what you need, how long it takes"
-    first = next(
-        c for c in cells if c["cell_type"] == "code" and "colab" not in c["metadata"].get("tags", [])
-    )
+    first = next(c for c in cells if c["cell_type"] == "code" and "colab" not in c["metadata"].get("tags", []))
     assert "hide-input" in first["metadata"].get("tags", []), "the set-up cell is tagged hide-input"
     exercises = re.findall(r"\{exercise(?:-start)?\}[^\n]*\n:label: (\S+)", text)
     solutions = re.findall(r"\{solution(?:-start)?\} (\S+)", text)
@@ -247,10 +239,7 @@ def test_readme_works_in_a_fresh_shell():
         assert (Path(sys.executable).parent / program).exists(), line
         assert all((ROOT / word).exists() for word in words if "/" in word), line
     bound = next(line for line in lines if line.startswith("python -m lipmdeq"))
-    assert (
-        subprocess.run([sys.executable, *bound.split()[1:]], cwd=ROOT, stdout=subprocess.DEVNULL).returncode
-        == 0
-    )
+    assert subprocess.run([sys.executable, *bound.split()[1:]], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
 
 
 def test_make_train_passes_the_slope():
@@ -286,9 +275,7 @@ def test_a_moved_folder_is_noticed(tmp_path):
 
     def set_up(folder: Path) -> str:
         command, environment = ["tools/setup.sh"], {"PATH": path, "PYTHON": str(programs / "python")}
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         first = (folder / ".venv/bin/papermill").read_text().splitlines()[0]
         assert first == f"#!{folder.resolve()}/.venv/bin/python"
@@ -307,10 +294,7 @@ def test_a_moved_folder_is_noticed(tmp_path):
 def test_depth_in_the_readme_is_that_of_the_records():
     """The README's first table, made from the records of four epochs; paste what this prints."""
     expected = []
-    for row, title in {
-        "potential": "certified family, τ = 0.9",
-        "lip-a0.4": "the paper's block, a = 0.4",
-    }.items():
+    for row, title in {"potential": "certified family, τ = 0.9", "lip-a0.4": "the paper's block, a = 0.4"}.items():
         record = read_record(ROOT / "results" / "cpu32" / "short" / row / "seed0.json")
         d, r = record["depth"], record["result"]
         cells = [

@@ -30,13 +30,7 @@ COMMANDS = {
 
 
 def run(words: list[str], **changes) -> subprocess.CompletedProcess:
-    options = {
-        "cwd": ROOT,
-        "env": ENV,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-    } | changes
+    options = {"cwd": ROOT, "env": ENV, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | changes
     return subprocess.run([sys.executable, "-m", *words], timeout=300, **options)
 
 
@@ -111,9 +105,7 @@ def test_ascii_terminal_in_training_and_in_errors(tmp_path):
 
 def start(words: list[str], folder: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", *words]
-    return subprocess.Popen(
-        command, cwd=folder, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen(command, cwd=folder, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("out", [None, "run"])
@@ -170,7 +162,7 @@ def test_reader_that_leaves_in_the_middle(tmp_path):
 
 def test_processes_that_lose_each_other(monkeypatch, capsys):
     """D18: what gloo says in the process that was left alone is no traceback."""
-    from lipmdeq import training
+    from lipmdeq.experiments import training
 
     def lost(cfg, log):
         raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:2345")
@@ -241,15 +233,11 @@ def test_one_of_several_processes_speaks(tmp_path):
     """D18: the same sentence once; what only process 1 has to say is heard too."""
     launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = run([*launch, "-m", "lipmdeq", "train", "-p", "a", "7"], cwd=tmp_path)
-    assert done.returncode != 0 and done.stderr.count("lipmdeq train: a = 7: must be in (0, 1]") == 1, (
-        done.stderr
-    )
+    assert done.returncode != 0 and done.stderr.count("lipmdeq train: a = 7: must be in (0, 1]") == 1, done.stderr
     (tmp_path / "odd.py").write_text(
         "import os\nfrom lipmdeq.shell import say\nsay(f'process {os.environ[\"RANK\"]}: trouble')\nsay('both')\n"
     )
     done = run([*launch, "odd.py"], cwd=tmp_path)
-    assert [done.stderr.count(t) for t in ("process 0: trouble", "process 1: trouble", "both")] == [
-        1,
-        1,
-        1,
-    ], done.stderr
+    assert [done.stderr.count(t) for t in ("process 0: trouble", "process 1: trouble", "both")] == [1, 1, 1], (
+        done.stderr
+    )

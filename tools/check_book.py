@@ -16,9 +16,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 HEAVIEST = 3_000_000  # bytes of a page with its scripts, styles and pictures; pages of the API may have more
 LINK = re.compile(r'<a\b[^>]*? href="([^"]*)"')
-PART = re.compile(
-    r'<(?:img|script|iframe|source)\b[^>]*? src="([^"]*)"|<link\b[^>]*?stylesheet[^>]*? href="([^"]*)"'
-)
+PART = re.compile(r'<(?:img|script|iframe|source)\b[^>]*? src="([^"]*)"|<link\b[^>]*?stylesheet[^>]*? href="([^"]*)"')
 LINK_FIRST = re.compile(r'<link href="([^"]*)" rel="stylesheet"')
 
 
@@ -63,9 +61,7 @@ def page_faults(html: Path, names: list[str]) -> list[str]:
     texts = {html / f"{name}.html": (html / f"{name}.html").read_text("utf8") for name in names}
     ids = {path: set(map(unescape, re.findall(r' id="([^"]+)"', text))) for path, text in texts.items()}
     scripts = (html / "_static" / "mathjax").rglob("*.js")
-    mathjax = sum(
-        path.stat().st_size for path in scripts if path.parent.name != "extensions"
-    )  # on demand only
+    mathjax = sum(path.stat().st_size for path in scripts if path.parent.name != "extensions")  # on demand only
     found = []
     for path, text in texts.items():
         name = path.relative_to(html).with_suffix("").as_posix()

@@ -66,9 +66,7 @@ def row(entry: dict) -> str:
         lesson = f"{entry['lesson']}: pending"
     else:
         here = ROLES[name.split(":")[0]]
-        lesson = f"{{doc}}`../notebooks/{entry['lesson']}`, {{{here}}}`{name}`" + (
-            " ⊥" if entry.get("tight") else ""
-        )
+        lesson = f"{{doc}}`../notebooks/{entry['lesson']}`, {{{here}}}`{name}`" + (" ⊥" if entry.get("tight") else "")
     code = "<br>".join(map(code_link, entry["code"]))
     tests = "<br>".join(f"`{item}`" for item in entry["tests"])
     return f"| **{entry['paper']}**: {entry['says']} | {lesson} | {code} | {tests} |\n"

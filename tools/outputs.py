@@ -27,9 +27,7 @@ def refresh(path: Path) -> None:
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()
-    kept = {
-        key: notebook.metadata[key] for key in notebook.metadata if key not in ("language_info", "widgets")
-    }
+    kept = {key: notebook.metadata[key] for key in notebook.metadata if key not in ("language_info", "widgets")}
     notebook.metadata = nbformat.from_dict({**kept, "language_info": {"name": "python"}})
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)

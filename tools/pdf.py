@@ -46,9 +46,7 @@ def link(href: str, page: str, known: set[str]) -> str:
     other = page
     if target:
         joined = Path("/" + page).parent.joinpath(unquote(target)).as_posix()
-        other = (
-            re.sub(r"[^/]+/\.\./", "", re.sub(r"[^/]+/\.\./", "", joined)).strip("/").removesuffix(".html")
-        )
+        other = re.sub(r"[^/]+/\.\./", "", re.sub(r"[^/]+/\.\./", "", joined)).strip("/").removesuffix(".html")
     if other not in known:
         return ""
     return f"#{slug(other)}" + (f"--{unquote(fragment)}" if fragment else "")
@@ -106,9 +104,7 @@ def assemble(html: Path) -> str:
     found = [re.findall(STYLE, (html / f"{name}.html").read_text("utf8")) for name in sorted(known)]
     styles = dict.fromkeys(re.findall(STYLE, source) + sum(found, []))  # some pages have their own
     mathjax = re.search(r"<script>window\.MathJax = .*?</script>", source)[0]
-    mathjax = mathjax.replace(
-        ', "a11y/assistive-mml"', ""
-    )  # a copy of each formula that nobody sees on paper
+    mathjax = mathjax.replace(', "a11y/assistive-mml"', "")  # a copy of each formula that nobody sees on paper
     return f"""<!DOCTYPE html>
 <html lang="en" data-theme="light" data-mode="light"><head><meta charset="utf-8"><title>{escape(settings["title"])}</title>
 {"".join(f'<link rel="stylesheet" href="{static}/{style}">' for style in styles)}
@@ -138,9 +134,7 @@ def first_pages(pdf: bytes) -> dict[str, int]:
     number = {page: index for index, page in enumerate(order, 1)}
     found = {}
     for name, page in re.findall(rb"/([^\s/\[\]()<>]+)\s*\[(\d+) 0 R /XYZ", pdf):
-        plain = re.sub(rb"#([0-9a-fA-F]{2})", lambda m: bytes([int(m[1], 16)]), name).decode(
-            "utf8", "replace"
-        )
+        plain = re.sub(rb"#([0-9a-fA-F]{2})", lambda m: bytes([int(m[1], 16)]), name).decode("utf8", "replace")
         found.setdefault(plain, number.get(int(page), 0))
     return found
 

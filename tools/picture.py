@@ -15,8 +15,8 @@ import numpy as np
 from scipy.optimize import brentq
 
 from lipmdeq.bounds import LipschitzSpec
+from lipmdeq.experiments.seal import read_record
 from lipmdeq.plotting import COLOURS, LINES, ours, paper, save, shade_contraction, use_style
-from lipmdeq.seal import read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
@@ -30,10 +30,7 @@ READINGS = {
     "perron": "Perron root",
     "printed": "as printed (up path incomplete)",
 }
-REPORTED = {
-    0.1: 0.03,
-    0.4: 1.0,
-}  # the paper's L for c = 2, gamma = 1, alpha1 = .5, alpha2 = .3, n = 4, p = .3
+REPORTED = {0.1: 0.03, 0.4: 1.0}  # the paper's L for c = 2, gamma = 1, alpha1 = .5, alpha2 = .3, n = 4, p = .3
 
 
 def readings(path: Path) -> None:
@@ -47,12 +44,7 @@ def readings(path: Path) -> None:
     paper(ax, list(REPORTED), list(REPORTED.values()), label="values in the paper", color=COLOURS["black"])
     best = brentq(lambda a: LipschitzSpec(a=a).L("perron") - 1, 0.1, 1.0)
     ours(ax, [best], [1.0], label=f"largest slope certified, a = {best:.3f}", color=COLOURS["green"])
-    ax.set(
-        xlim=(0.05, 0.55),
-        ylim=(0, 2),
-        xlabel="slope $a$ of the activation",
-        ylabel="Lipschitz constant $L$",
-    )
+    ax.set(xlim=(0.05, 0.55), ylim=(0, 2), xlabel="slope $a$ of the activation", ylabel="Lipschitz constant $L$")
     shade_contraction(ax, label="")
     ax.text(0.535, 0.06, "$L < 1$: unique equilibrium, guaranteed convergence", ha="right", color="#00507d")
     ax.legend(loc="upper left")
@@ -68,9 +60,7 @@ def depth(path: Path) -> None:
         accuracy = [100 * a for a in (*found["accuracy"], found["accuracy_star"])]
         where = range(len(accuracy))
         ax.plot(where, accuracy, color=colour, linestyle=line, marker="o", label=label)
-        ax.annotate(
-            f"{accuracy[0]:.0f} %", (0, accuracy[0]), xytext=(0, 7), textcoords="offset points", ha="center"
-        )
+        ax.annotate(f"{accuracy[0]:.0f} %", (0, accuracy[0]), xytext=(0, 7), textcoords="offset points", ha="center")
         ax.annotate(
             f"{accuracy[-1]:.0f} %",
             (len(where) - 1, accuracy[-1]),
@@ -93,6 +83,4 @@ if __name__ == "__main__":
         for name, draw in DRAWN.items():
             draw(STATIC / f"{name}.svg")
     else:
-        sys.exit(
-            f"picture = {' '.join(sys.argv[1:])}: must be nothing, or one of {', '.join(DRAWN)} and a file"
-        )
+        sys.exit(f"picture = {' '.join(sys.argv[1:])}: must be nothing, or one of {', '.join(DRAWN)} and a file")

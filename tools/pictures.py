@@ -104,8 +104,7 @@ def same_numbers(a: str, b: str, tolerance: float) -> bool:
         return False
     # 1e-9: the tolerance itself is not decided by rounding
     return all(
-        abs(float(x) - float(y)) <= tolerance + 1e-9
-        for x, y in zip(NUMBER.findall(a), NUMBER.findall(b), strict=True)
+        abs(float(x) - float(y)) <= tolerance + 1e-9 for x, y in zip(NUMBER.findall(a), NUMBER.findall(b), strict=True)
     )
 
 

@@ -172,9 +172,7 @@ class Book:
         if kind == "doc":
             home = target.removeprefix("/notebooks/")
         else:
-            home = self.labels.get(target, (lesson,))[
-                0
-            ]  # a label of a page that is no notebook: the words alone
+            home = self.labels.get(target, (lesson,))[0]  # a label of a page that is no notebook: the words alone
         return f"[{words}]({home}.ipynb)" if home in self.names and home != lesson else words
 
     def plain(self, lesson: str, text: str) -> str:

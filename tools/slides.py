@@ -65,9 +65,7 @@ class Deck:
         source = "".join(cell["source"])
         if cell["cell_type"] == "code":
             if selector == "code":
-                return (
-                    f'<pre class="code">{highlight(source, PythonLexer(), HtmlFormatter(nowrap=True))}</pre>'
-                )
+                return f'<pre class="code">{highlight(source, PythonLexer(), HtmlFormatter(nowrap=True))}</pre>'
             figures = [output for output in cell["outputs"] if "data" in output]
             return "".join(self.output(cell, output) for output in figures or cell["outputs"])
         found = None
@@ -95,15 +93,11 @@ class Deck:
 
     def first(self) -> str:
         """Title, goals, and where it stands in the book; from the box at the head of the lesson."""
-        box = next(
-            b for b in blocks("".join(next(iter(self.cells.values()))["source"])) if b.name == "admonition"
-        )
+        box = next(b for b in blocks("".join(next(iter(self.cells.values()))["source"])) if b.name == "admonition")
         goals = re.search(r"\*\*You will be able to\*\* (.+?)\n\n", box.body, re.S)[1].rstrip(".")
         items = "\n".join(f"- {goal.strip()}" for goal in " ".join(goals.split()).split(";"))
         subtitle = f"{self.book.config['title']}, lesson {int(self.name[:2])}"
-        return (
-            f'<p class="subtitle">{html.escape(subtitle)}</p><p>You will be able to</p>{self.markdown(items)}'
-        )
+        return f'<p class="subtitle">{html.escape(subtitle)}</p><p>You will be able to</p>{self.markdown(items)}'
 
     def summary(self) -> str:
         text = "\n".join("".join(c["source"]) for c in self.cells.values() if c["cell_type"] == "markdown")
@@ -136,9 +130,7 @@ class Deck:
     def slide(self, title: str, body: str, notes: str, kind: str) -> str:
         aside = f'<aside class="notes" hidden>{self.markdown(notes)}</aside>' if notes else ""
         body = body.replace('<a href="">', "<em>").replace("</a>", "</em>")  # nothing to click on a slide
-        return (
-            f'<section class="slide {kind}"><h2>{title}</h2><div class="body">{body}</div>{aside}</section>'
-        )
+        return f'<section class="slide {kind}"><h2>{title}</h2><div class="body">{body}</div>{aside}</section>'
 
 
 def arranged(pieces: list[str]) -> tuple[str, str]:

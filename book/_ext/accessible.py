@@ -14,11 +14,7 @@ from sphinx.errors import ExtensionError
 # What is wrong, what it becomes, and whether every page has it
 DONE = '<nav aria-label="Start">'
 REPAIRS = [
-    (
-        re.compile(r'(<button class="btn search-button-field[^>]*?) title="Search" aria-label="Search"'),
-        r"\1",
-        True,
-    ),
+    (re.compile(r'(<button class="btn search-button-field[^>]*?) title="Search" aria-label="Search"'), r"\1", True),
     (re.compile(r'(<i class="theme-switch [^>]*?)\s+title="[^"]*"'), r"\1", True),
     (re.compile(r'<a class="navbar-brand logo".*?</a>', re.S), rf"{DONE}\g<0></nav>", True),
     (re.compile(r'<summary aria-label="Toggle hidden content">'), "<summary>", False),
@@ -31,9 +27,7 @@ def repaired(text: str, name: str) -> str:
     for wrong, right, everywhere in REPAIRS:
         text, count = wrong.subn(right, text)
         if everywhere and not count:
-            raise ExtensionError(
-                f"{name} has no {wrong.pattern!r}: look at REPAIRS in book/_ext/accessible.py"
-            )
+            raise ExtensionError(f"{name} has no {wrong.pattern!r}: look at REPAIRS in book/_ext/accessible.py")
     return text
 
 

@@ -39,9 +39,7 @@ def add_facts(app: Sphinx, doctree: nodes.document) -> None:
         return
     data = getattr(app.env, "nb_metadata", {}).get(name, {}).get("exec_data")
     in_box = any("lesson" in box["classes"] for box in doctree.findall(nodes.admonition))
-    facts = (
-        [] if in_box else [reading_time(" ".join(node.astext() for node in doctree.findall(nodes.paragraph)))]
-    )
+    facts = [] if in_box else [reading_time(" ".join(node.astext() for node in doctree.findall(nodes.paragraph)))]
     if data and data.get("succeeded"):
         facts.append(executed(data))
     if facts:

@@ -74,8 +74,7 @@ def trim_font(font: Path, text: str) -> None:
         if re.search(rf"\\(?:{commands})(?![a-zA-Z])" + (f"|[{letters}]" if letters else ""), text):
             continue
         emptied = VARIANT.sub(
-            lambda part, names=variants: f"{part[1]}{{}}" if part[2] in names else part[0],
-            font.read_text("utf8"),
+            lambda part, names=variants: f"{part[1]}{{}}" if part[2] in names else part[0], font.read_text("utf8")
         )
         font.write_text(emptied, "utf8")
         rewrite(font, GLYPH, lambda glyph, out=ranges: not any(a <= int(glyph[1]) <= b for a, b in out))

@@ -29,9 +29,7 @@ def content(target: Tag) -> str:
         signature = escape(" ".join(copy.get_text().split()))
         copy = BeautifulSoup(f"<p><code>{signature}</code></p>{first or ''}", "html.parser")
     elif described:
-        copy = BeautifulSoup(
-            f"<p><b>{copy.get_text().strip()}</b></p>{described.decode_contents()}", "html.parser"
-        )
+        copy = BeautifulSoup(f"<p><b>{copy.get_text().strip()}</b></p>{described.decode_contents()}", "html.parser")
     for link in copy.find_all("a"):
         link.unwrap()
     for node in copy.find_all(True):

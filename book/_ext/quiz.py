@@ -45,27 +45,19 @@ class Quiz(SphinxDirective):
     def question(self, name: str, number: int, question: dict) -> list[nodes.Node]:
         """A fieldset: the question, its options or a field for a number, and the explanations."""
         numeric = "answer" in question
-        data = (
-            f' data-answer="{question["answer"]}" data-tolerance="{question["tolerance"]}"' if numeric else ""
-        )
-        found = [
-            raw(f'<fieldset class="quiz-question" id="quiz-{html.escape(name)}"{data}><legend>{number}. ')
-        ]
+        data = f' data-answer="{question["answer"]}" data-tolerance="{question["tolerance"]}"' if numeric else ""
+        found = [raw(f'<fieldset class="quiz-question" id="quiz-{html.escape(name)}"{data}><legend>{number}. ')]
         found += [self.inline(question["question"]), raw("</legend>")]
         if numeric:
             found.append(
-                raw(
-                    '<label>Your number <input type="text" inputmode="decimal" autocomplete="off" size="10"></label>'
-                )
+                raw('<label>Your number <input type="text" inputmode="decimal" autocomplete="off" size="10"></label>')
             )
         for i, option in enumerate(question.get("options", [])):
             found.append(raw(f'<label><input type="radio" name="quiz-{name}" value="{i}"><span>'))
             found += [self.inline(option["text"]), raw("</span></label>")]
         found.append(raw('<details class="quiz-answer"><summary>Answer, explained</summary><ul>'))
         if numeric:
-            found.append(
-                raw(f'<li data-right><strong>{question["answer"]}</strong>. <span class="quiz-why">')
-            )
+            found.append(raw(f'<li data-right><strong>{question["answer"]}</strong>. <span class="quiz-why">'))
             found += [self.inline(question["why"]), raw("</span></li>")]
         for i, option in enumerate(question.get("options", question.get("mistakes", []))):
             right = " data-right" if option.get("right") else ""

@@ -1,4 +1,4 @@
-/* The closed forms of lipmdeq.bounds in plain JavaScript: the same definitions as in lipmdeq/constants.py, spec.py,
+/* The closed forms of lipmdeq.bounds in plain JavaScript: the same definitions as in lipmdeq/bounds: operations.py, spec.py,
    matrices.py and banach.py. tests/test_interactive.py compares the numbers in a browser. */
 (() => {
   "use strict";

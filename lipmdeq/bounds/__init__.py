@@ -1,0 +1,41 @@
+"""Closed forms for Lipschitz MDEQ, floats and numpy only.
+
+Constants of single operations, L in four readings, what L guarantees, and the way back from L to the hyperparameters.
+"""
+
+from lipmdeq.bounds.banach import (
+    a_posteriori_error,
+    a_priori_error,
+    a_priori_error_from_step,
+    jfb_angle,
+    jfb_error,
+    neumann_error,
+    phantom_error,
+    relative_residual_bound,
+    steps,
+    steps_to_error,
+)
+from lipmdeq.bounds.inverse import Advice, advise, feasible, largest
+from lipmdeq.bounds.matrices import frobenius, perron, spectral
+from lipmdeq.bounds.operations import (
+    check_choice,
+    check_constant,
+    check_range,
+    check_whole,
+    empirical_ratio,
+    fusion_weights,
+    lip_compose,
+    lip_conv,
+    lip_conv_reshaped,
+    lip_convex,
+    lip_down,
+    lip_dropout,
+    lip_gn,
+    lip_mgn,
+    lip_relu,
+    lip_residual,
+    lip_srelu,
+    lip_sum,
+    lip_up,
+)
+from lipmdeq.bounds.spec import ABLATIONS, READINGS, LipschitzSpec, Operations, PotentialSpec

@@ -1,0 +1,23 @@
+"""Runs and what is made of them: parameters, training, records, the paper's tables and figures, the commands.
+
+Light, as ``lipmdeq`` itself: torch is imported only when a name that needs it is used for the first time.
+"""
+
+from lipmdeq import attach
+
+_NAMES = {
+    "parameters": "ParameterError RunConfig RunError",
+    "training": "Run new_model open_data test_images train",
+    "step": "Batch Sums evaluate jacobian_weight learning_rate make_adjoint make_solver residual_traces",
+    "world": "World",
+    "records": "certificate_of half_sha256 load_model matches_config weights_sha256",
+    "seal": "content_sha256 read_record read_sealed",
+    "report": "Summary curves",
+    "tables": "Grid Table load promised",
+    "rows": "Row Value over_seeds read_rows",
+    "figures": "PARTS ROUNDING figure3 figure4 figure5 trace work work_paper write",
+}
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
+
+__all__ = list(_HOME)
+__getattr__, __dir__ = attach(__name__, _HOME)

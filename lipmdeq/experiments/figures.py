@@ -1,0 +1,151 @@
+"""Figures 3, 4 and 5 of the paper from the records, and all tables and figures as files."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from lipmdeq.data.files import atomic
+from lipmdeq.experiments.tables import TABLES, Table, load, promised
+from lipmdeq.plotting import COLOURS, LINES, MARKERS, ours, paper, save, shade_contraction, use_style
+
+# The lines of Figures 3 and 5: MDEQ and what was done to it in one colour, Lipschitz MDEQ in another.
+CURVES = {
+    **{name: ("vermilion", k) for k, name in enumerate(("mdeq", "mdeq-jr", "mdeq-pg", "mdeq-jfb"))},
+    **{name: ("blue", k) for k, name in enumerate(("lip-a1.0", "lip-a0.4", "lip-a0.1"))},
+}
+ROUNDING = 2.0**-24  # what single precision cannot tell from zero; smaller residuals are drawn there
+PARTS = {"train_forward": "training, forward", "train_backward": "training, backward", "test_forward": "test, forward"}
+
+
+def trace(record: dict, part: str, epoch: int | None = None, over: str = "median") -> list[float]:
+    """Relative residual of each evaluation on the fixed batch.
+
+    Args:
+        record: of one run.
+        part: one of ``PARTS``.
+        epoch: after how many epochs; None for the trained model.
+        over: "mean", "median" or "worst" of the images.
+    """
+    if not record["traces"]:
+        raise ValueError("traces = []: the run must have trace_epochs")
+    found = record["traces"][-1]
+    if epoch is not None:
+        known = {t["epoch"]: t for t in record["traces"]}
+        if epoch not in known:
+            raise ValueError(f"epoch = {epoch}: must be one of {', '.join(map(str, known))}")
+        found = known[epoch]
+    return [math.nan if value is None else value for value in found[part][over]]
+
+
+def _style(name: str) -> dict:
+    colour, k = CURVES[name]
+    return {"color": COLOURS[colour], "linestyle": LINES[k], "marker": MARKERS[k], "markersize": 3.5}
+
+
+def by_iteration(ax, table: Table, part: str) -> None:
+    """Residual against the evaluation, trained model, first seed, median of the images."""
+    for row in table.done:
+        if row.name in CURVES:
+            values = [max(v, ROUNDING) for v in trace(row.records[0], part)]
+            ax.semilogy(range(1, len(values) + 1), values, label=row.title, markevery=3, **_style(row.name))
+    ax.axhline(ROUNDING, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
+    ax.set(title=PARTS[part], xlabel="evaluation of f", ylabel="relative residual", ylim=(2e-8, 4))
+
+
+def by_epoch(ax, table: Table, part: str) -> None:
+    """Residual after the last of the forced evaluations against the epoch."""
+    for row in table.done:
+        if row.name in CURVES:
+            record = row.records[0]
+            epochs = [t["epoch"] for t in record["traces"]]
+            last = [max(trace(record, part, e)[-1], ROUNDING) for e in epochs]
+            ax.semilogy(epochs, last, label=row.title, **_style(row.name))
+    ax.axhline(ROUNDING, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
+    ax.set(title=f"{PARTS[part]}, last residual", xlabel="epoch", ylabel="relative residual", ylim=(2e-8, 4))
+
+
+def _convergence(table: Table, parts: tuple[str, ...]):
+    fig, axes = plt.subplots(2, len(parts), figsize=(8.2 if len(parts) == 2 else 5.0, 6.4), squeeze=False)
+    for (upper, lower), part in zip(axes.T, parts, strict=True):
+        by_iteration(upper, table, part)
+        by_epoch(lower, table, part)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    if handles:
+        fig.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small")
+    return fig
+
+
+def figure3(table1: Table):
+    """Figure 3: residuals of both solves in train mode."""
+    return _convergence(table1, ("train_forward", "train_backward"))
+
+
+def figure5(table1: Table):
+    """Figure 5: residuals of the forward solve in test mode."""
+    return _convergence(table1, ("test_forward",))
+
+
+def work(row) -> float | None:
+    """Evaluations of f in both solves of one training step, ours."""
+    both = [row.value(f"nfe_train_{way}") for way in ("forward", "backward")]
+    return sum(v.mean for v in both) if all(both) else None
+
+
+def work_paper(row) -> float | None:
+    """The same, as the paper prints it."""
+    both = [row.paper.get(f"nfe_train_{way}") for way in ("forward", "backward")]
+    return sum(both) if all(both) else None
+
+
+def figure4(table: Table, table1: Table):
+    """Figure 4: accuracy and cost against the L of the hyperparameters; accuracies as differences to each one's MDEQ."""
+    fig, (left, right) = plt.subplots(1, 2, figsize=(8.2, 3.6))
+    base, theirs = table1["mdeq"].value("accuracy"), table1["mdeq"].paper["accuracy"]
+    printed = [row for row in table.rows if "accuracy" in row.paper]
+    if base:
+        values = [row.value("accuracy") for row in table.done]
+        x = [promised(row.config) for row in table.done]
+        gaps = [v.mean - base.mean for v in values]
+        ends = [[v.mean - v.low for v in values], [v.high - v.mean for v in values]]
+        left.errorbar(x, gaps, yerr=ends, fmt="none", ecolor=COLOURS["blue"], elinewidth=1)
+        ours(left, x, gaps)
+        left.axhspan(-table1.spread(), table1.spread(), color="#222222", alpha=0.07, linewidth=0, label="spread")
+    paper(left, [promised(r.config) for r in printed], [r.paper["accuracy"] - theirs for r in printed])
+    left.axhline(0, color="#555555", linewidth=0.9, linestyle="-")
+    left.set(title="Accuracy minus that of MDEQ", ylabel="points")
+    ours(right, [promised(r.config) for r in table.done], [work(r) for r in table.done])
+    paper(right, [promised(r.config) for r in printed], [work_paper(r) for r in printed])
+    right.set(title="Evaluations of f in a training step", yscale="log", ylim=(1.5, 50), ylabel="forward + backward")
+    right.set_yticks([2, 5, 10, 20, 40], ["2", "5", "10", "20", "40"])
+    right.minorticks_off()
+    for ax in (left, right):
+        ax.set(xscale="log", xlim=(0.02, 25), xlabel="L of the hyperparameters")
+        shade_contraction(ax, axis="x", label="L < 1")
+        ax.legend(fontsize="small")
+    return fig
+
+
+def write(protocol: str = "cpu", root: str | Path = ".", out: str | Path | None = None, names=TABLES) -> list[Path]:
+    """Every table of ``names`` as markdown and CSV; Figures 3 and 5 with Table 1, Figure 4 with its own table."""
+    folder = Path(out) if out else Path(root) / "results" / protocol / "tables"
+    found, written = {name: load(name, protocol, root) for name in names}, []
+    folder.mkdir(parents=True, exist_ok=True)  # after all names were found to be good
+    for table in found.values():
+        for name, text in table.texts().items():
+            written.append(folder / name)
+            with atomic(written[-1]) as part:
+                part.write_text(text, encoding="utf8")
+    use_style()
+    drawings = {}
+    if "table1" in found:
+        drawings |= {"figure3": figure3(found["table1"]), "figure5": figure5(found["table1"])}
+    if "figure4" in found:
+        drawings["figure4"] = figure4(found["figure4"], found.get("table1") or load("table1", protocol, root))
+    for name, fig in drawings.items():
+        written.append(folder / f"{name}.svg")
+        save(fig, written[-1])
+        plt.close(fig)
+    return written

@@ -1,0 +1,213 @@
+"""Records of runs grouped by row: mean and range over seeds, what is proved, what the paper prints beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lipmdeq.experiments.parameters import RunConfig, RunError
+from lipmdeq.experiments.seal import read_record, read_sealed
+
+TABLES = ("table1", "table2", "table3", "figure4")
+# Rows that stand in two tables are run once.
+SHARED = {
+    "table2/mdeq": "table1/mdeq",
+    "table2/lipschitz": "table1/lip-a0.4",
+    "figure4/a0.1": "table1/lip-a0.1",
+    "figure4/a0.4": "table1/lip-a0.4",
+    "figure4/a1.0": "table1/lip-a1.0",
+}
+HEADS = {  # what is shown: heading, digits after the point
+    "accuracy": ("accuracy, %", 1),
+    "top5": ("top 5, %", 1),
+    "nfe_train_forward": ("NFE train forward", 1),
+    "nfe_train_backward": ("NFE train backward", 1),
+    "nfe_test_forward": ("NFE test forward", 1),
+    "speedup": ("speed-up", 2),
+}
+PROVED = {  # what the certificate proves: mode, reading
+    "perron_test": ("test", "perron"),
+    "perron_train": ("train", "perron"),
+    "frobenius_test": ("test", "frobenius"),
+    "frobenius_train": ("train", "frobenius"),
+}
+MISSING, UNMEASURED, UNPROVED = "not run yet", "not measured yet", "no guarantee"
+
+
+@dataclass(frozen=True)
+class Value:
+    """Mean over seeds with the lowest and the highest."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+    def show(self, digits: int) -> str:
+        """The mean, and the range if there is one at this precision: ``45.6 (45.1–46.0)``."""
+        mean, low, high = (f"{x:.{digits}f}" for x in (self.mean, self.low, self.high))
+        return mean if low == high else f"{mean} ({low}–{high})"
+
+
+def over_seeds(numbers: Iterable[float]) -> Value | None:
+    """The Value of some numbers; None if there are none."""
+    found = list(numbers)
+    return Value(sum(found) / len(found), min(found), max(found), len(found)) if found else None
+
+
+def _number(record: dict, key: str) -> float | None:
+    """One number of a record, in the units of the tables; null in a certificate stands for infinity."""
+    if key in PROVED:
+        mode, reading = PROVED[key]
+        value = record["certificate"][mode][reading]
+        return math.inf if value is None else value
+    value = record["result"][key]
+    return 100 * value if isinstance(value, int | float) and key in ("accuracy", "top5") else value
+
+
+@dataclass
+class Row:
+    """One row of a table: its configuration, its records by seed, what the paper prints, and its measured times."""
+
+    name: str
+    title: str
+    config: RunConfig
+    records: list[dict]
+    paper: dict
+    bench: dict
+
+    def value(self, key: str) -> Value | None:
+        """Ours, over seeds: a key of the paper's tables or of ``PROVED``; None if not run, or if there is no such solve."""
+        if key == "speedup":
+            return over_seeds([self.bench[key]] if key in self.bench else [])
+        found = [_number(record, key) for record in self.records]
+        return over_seeds(x for x in found if x is not None)
+
+    @property
+    def certified(self) -> bool:
+        """Whether L < 1 is proved (Perron) in both modes for every seed."""
+        proved = [_number(r, key) < 1 for r in self.records for key in ("perron_test", "perron_train")]
+        return bool(proved) and all(proved)
+
+    def ours(self, key: str) -> str:
+        """One of our cells."""
+        if not self.records:
+            return MISSING if key == "accuracy" else "–"
+        value = self.value(key)
+        if key in PROVED:
+            return f"{value.show(3)}" if value.high < 1 else UNPROVED
+        if value is None:
+            return UNMEASURED if key == "speedup" else "–"
+        return value.show(HEADS[key][1])
+
+
+SCALE = {
+    "images": lambda r: r["data"]["train"],
+    "data": lambda r: r["data"]["name"],
+    "size": lambda r: r["data"]["size"],
+    "epochs": lambda r: r["parameters"]["epochs"],
+    "weights": lambda r: f"{r['model']['parameters'] / 1e6:.2f}",
+    "threads": lambda r: r["machine"]["threads"],
+    "seeds": lambda r: r["seed"],
+}
+
+
+def promised(config: RunConfig) -> float:
+    """L from the hyperparameters alone, train mode, as the paper computes it; infinite where there is no bound (MDEQ, S1, S3)."""
+    from lipmdeq.bounds import LipschitzSpec
+
+    if config.model == "mdeq":
+        return math.inf
+    spec = LipschitzSpec(config.a, config.c, config.gamma, config.alpha1, config.alpha2, config.n, config.p)
+    ops = spec.operations() if config.ablation is None else spec.ablation(config.ablation)
+    return ops.L("reported")
+
+
+# ------------------------------------------------------------------ reading
+
+
+def _seed(path: Path) -> int:
+    if not path.stem[4:].isdecimal():
+        raise RunError(f"{path}: a record is called seed<k>.json, k a whole number")
+    return int(path.stem[4:])
+
+
+def _read(path: Path, config: RunConfig) -> dict:
+    """A record that is whole and was made with this configuration; else one sentence that names the file."""
+    record = read_record(path)
+    try:
+        for key in (*PROVED, *list(HEADS)[:5]):
+            if not isinstance(value := _number(record, key), int | float | None):
+                raise RunError(f"{path}: {key} = {value!r}: must be a number or null")
+        for get in SCALE.values():
+            get(record)
+    except (KeyError, TypeError) as e:
+        raise RunError(f"{path} is not a record of a finished run ({e} is missing)") from None
+    if record["seed"] != config.seed:
+        raise RunError(f"{path} is the record of seed {record['seed']!r}: rename it or delete it")
+    made = RunConfig.from_mapping(record["parameters"]).identity()
+    for name, value in config.identity().items():
+        if made[name] != value:
+            raise RunError(
+                f"{path} was made with {name} = {made[name]!r}, but its configuration says {value!r}: "
+                "delete it and run it again"
+            )
+    return record
+
+
+def _times(path: Path) -> dict:
+    """The benchmark of trained models: rows of Table 1 under "rows", of other tables under their names."""
+    found = read_sealed(path, "a benchmark of trained models")
+    try:
+        for group in ("rows", *TABLES):
+            for row in found.get(group, {}).values():
+                float(row["speedup"])
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise RunError(f"{path} is not a benchmark of trained models ({type(e).__name__}: {e})") from None
+    return found
+
+
+def read_paper(path: Path, table: str) -> dict:
+    """One table of results/paper.yaml: title, setting and the rows' names and numbers; else one sentence that names the file."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text("utf8"))[table]
+        texts = [found["title"], found["setting"], *(row["name"] for row in found["rows"].values())]
+        numbers = [v for row in found["rows"].values() for k, v in row.items() if k != "name"]
+    except OSError as e:
+        raise RunError(f"{path} cannot be read ({e.strerror})") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        why = " ".join(str(e).split()) or type(e).__name__
+        raise RunError(f"{path} is not YAML ({why})") from None
+    except (KeyError, TypeError, AttributeError, IndexError) as e:
+        raise RunError(f"{path} does not hold title, setting and rows of {table} ({type(e).__name__}: {e})") from None
+    for value in texts:
+        if not isinstance(value, str):
+            raise RunError(f"{path}: {table}: {value!r} must be text")
+    for value in numbers:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise RunError(f"{path}: {table}: {value!r} must be a number")
+    return found
+
+
+def read_rows(table: str, protocol: str, root: Path, printed: dict[str, dict]) -> list[Row]:
+    """The rows that the paper prints (name -> its numbers), with our records; those of shared rows from either place."""
+    times = root / "results" / "bench" / "trained.json"
+    bench = _times(times) if protocol == "cpu" and times.is_file() else {}
+    rows = []
+    for name, numbers in printed.items():
+        where = f"{table}/{name}"
+        shared = SHARED.get(where, where)
+        path = root / "configs" / protocol / f"{where}.yaml"
+        if not path.is_file():  # a protocol may do without a row; tests say which
+            continue
+        homes = (root / "results" / protocol / home for home in (shared, where))
+        paths = {_seed(p): p for home in homes for p in home.glob("seed*.json")}
+        records = [_read(p, RunConfig.from_yaml(path, seed=seed)) for seed, p in sorted(paths.items())]
+        home, _, row = shared.partition("/")
+        own = bench.get("rows" if home == "table1" else home, {})
+        rows.append(Row(name, numbers["name"], RunConfig.from_yaml(path), records, numbers, own.get(row, {})))
+    return rows

@@ -1,0 +1,228 @@
+"""What defines a model: every size and constant with its default, presets by name, the ablations of Table 2."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+
+from lipmdeq import bounds
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that defines a model. ``preset`` and ``configure`` build the usual ones.
+
+    a, c, gamma, alpha1, alpha2, p are the paper's; n is the number of ``channels``. The switches undo one
+    modification each: norm "mgn" or "gn"; clip: |γ| ≤ γ̄; constrain: ‖W‖₂ ≤ c; fusion "softmax", "mean" or
+    "sum"; mix1, mix2: convex mixes in the residual block and in the fusion (else plain sums); weight_norm on
+    the residual-block and post-fusion convolutions.
+
+    block "paper" is the residual block of the paper, "potential" the certified family of :mod:`lipmdeq.model`, whose
+    f is tau-Lipschitz whatever the weights. injection "first" is the paper's: the image enters branch 1 only; with "all" a
+    pyramid of stride-2 convolutions feeds every branch. stem_strides and stem_channels are those of the two convolutions
+    of the stem (None: as many channels as branch 1); injection_conv: a 1x1 convolution behind it.
+    """
+
+    channels: tuple[int, ...] = (32, 64, 128, 256)
+    image_size: int = 32
+    in_channels: int = 3
+    classes: int = 10
+    expansion: int = 5
+    groups: int = 8
+    stem_strides: tuple[int, int] = (1, 1)
+    stem_channels: int | None = None
+    injection: str = "first"
+    injection_conv: bool = True
+    post_affine: bool = False
+    head_channels: tuple[int, ...] = (14, 28, 56, 112)
+    head_features: int = 1680
+    a: float = 0.4
+    c: float = 2.0
+    gamma: float = 1.0
+    alpha1: float = 0.5
+    alpha2: float = 0.3
+    p: float = 0.3
+    norm: str = "mgn"
+    clip: bool = True
+    constrain: bool = True
+    fusion: str = "softmax"
+    mix1: bool = True
+    mix2: bool = True
+    weight_norm: bool = False
+    block: str = "paper"
+    tau: float = 0.9
+
+    def __post_init__(self):
+        for field in ("channels", "head_channels", "stem_strides"):
+            if not isinstance(getattr(self, field), list | tuple):
+                raise ValueError(f"{field} = {getattr(self, field)!r}: must be a list of whole numbers")
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        self.spec()  # validates a, c, gamma, alpha1, alpha2, n, p
+        bounds.check_range("tau", self.tau, 0, 1)
+        for field, allowed in CHOICES.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} = {getattr(self, field)!r}: must be one of {', '.join(allowed)}")
+        if len(self.stem_strides) != 2 or any(not _whole(s) or s > 2 for s in self.stem_strides):
+            raise ValueError(f"stem_strides = {self.stem_strides}: must be two numbers, each 1 or 2")
+        if len(self.head_channels) != self.n:
+            raise ValueError(
+                f"head_channels = {self.head_channels}: must have one entry for each of the {self.n} branches"
+            )
+        for field in (
+            "expansion",
+            "groups",
+            "in_channels",
+            "classes",
+            "head_features",
+            "image_size",
+            *(() if self.stem_channels is None else ("stem_channels",)),
+        ):
+            if not _whole(getattr(self, field)):
+                raise ValueError(f"{field} = {getattr(self, field)!r}: must be a whole number >= 1")
+        for ch in self.channels:
+            if ch < 1 or ch % self.groups:
+                raise ValueError(f"channels = {ch}: must be divisible by groups = {self.groups}")
+        if self.image_size % self.step:
+            raise ValueError(f"image_size = {self.image_size}: must be a multiple of {self.step} for {self.n} branches")
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> ModelConfig:
+        """From the model part of a record or checkpoint, older ones too."""
+        fields = dict(fields)
+        if "stem_stride" in fields:  # one number for both convolutions, and a flag for the 1x1 convolution behind them
+            fields["stem_strides"] = (fields.pop("stem_stride"),) * 2
+            fields["injection_conv"], fields["injection"] = fields["injection"], "first"
+        return cls(**fields)
+
+    @property
+    def step(self) -> int:
+        """Image sizes must be multiples of this."""
+        return math.prod(self.stem_strides) * 2 ** (self.n - 1)
+
+    @property
+    def n(self) -> int:
+        return len(self.channels)
+
+    @property
+    def is_lipschitz(self) -> bool:
+        """True when f has a finite constant by construction."""
+        return self.block == "potential" or (self.norm == "mgn" and self.clip and self.constrain)
+
+    @property
+    def claimed(self) -> float | None:
+        """L in train mode by the configuration alone; None when nothing is claimed."""
+        if not self.is_lipschitz:
+            return None
+        return self.tau if self.block == "potential" else self.spec().L("reported")
+
+    def spec(self) -> bounds.LipschitzSpec:
+        """The hyperparameters that enter L."""
+        return bounds.LipschitzSpec(self.a, self.c, self.gamma, self.alpha1, self.alpha2, self.n, self.p)
+
+    def sizes(self, image_size: int | None = None) -> list[tuple[int, int]]:
+        """(H, W) of every branch."""
+        h = (image_size or self.image_size) // math.prod(self.stem_strides)
+        return [(h // 2**i, h // 2**i) for i in range(self.n)]
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def _whole(value: object) -> bool:
+    """Whether a value is a whole number >= 1; True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+CHOICES = {
+    "norm": ("mgn", "gn"), "fusion": ("softmax", "mean", "sum"), "block": ("paper", "potential"), "injection": ("first", "all")
+}  # fmt: skip
+_MDEQ = {
+    "a": 1.0, "norm": "gn", "clip": False, "constrain": False, "fusion": "sum", "mix1": False, "mix2": False, "weight_norm": True
+}  # fmt: skip
+ABLATIONS = {  # what each row of lipmdeq.bounds.spec.ABLATIONS changes: one name means the same in both places
+    "S1": {"clip": False},
+    "S2": {"norm": "gn"},
+    "S3": {"constrain": False},
+    "S4": {"fusion": "mean"},
+    "S4-sum": {"fusion": "sum"},
+    "S5": {"mix1": False},
+    "S6": {"mix2": False},
+    "S6-sum": {"mix2": False, "fusion": "sum"},
+    "S7": {"mix1": False, "mix2": False},
+    "S7-sum": {"mix1": False, "mix2": False, "fusion": "sum"},
+}
+POTENTIAL = {
+    "expansion": 3,
+    "injection": "all",
+    "p": 0.0,
+    "alpha2": 0.5,
+}  # of block = "potential" where nothing is said
+PRESETS = {
+    "digits": dict(
+        channels=(16, 32, 64), image_size=8, in_channels=1, expansion=2, head_channels=(8, 16, 32), head_features=128
+    ),
+    "cpu": dict(channels=(8, 16, 32, 64), image_size=16, head_channels=(4, 8, 16, 32), head_features=256),
+    "cpu32": dict(channels=(8, 16, 32, 64), stem_strides=(1, 2), head_channels=(4, 8, 16, 32), head_features=256),
+    "cpu-imagenet": dict(
+        channels=(8, 16, 32, 64),
+        image_size=64,
+        classes=25,
+        stem_strides=(2, 2),
+        post_affine=True,
+        head_channels=(4, 8, 16, 32),
+        head_features=256,
+        p=0.0,
+    ),
+    "paper-cifar10": dict(),
+    "paper-imagenet": dict(
+        image_size=224,
+        classes=1000,
+        stem_strides=(2, 2),
+        post_affine=True,
+        head_channels=(24, 48, 96, 192),
+        head_features=2048,
+        p=0.0,
+    ),
+    "mdeq-tiny": dict(channels=(24, 24), head_channels=(8, 16), head_features=200, injection_conv=False),
+}
+
+
+def configure(
+    preset: str = "paper-cifar10", model: str = "lipschitz", ablation: str | None = None, **changes
+) -> ModelConfig:
+    """A configuration by name.
+
+    Args:
+        preset: one of ``PRESETS`` (the sizes). model: "lipschitz" or "mdeq". ablation: None or one of
+        ``ABLATIONS`` (S1–S7 of Table 2). S4 fuses with the uniform mean, S6 and S7 with the softmax weights,
+        S4-sum, S6-sum and S7-sum with plain sums. The authors' code ran S4, S6-sum and S7-sum; the paper's
+        text describes S4-sum, S6 and S7.
+        changes: fields of :class:`ModelConfig`; n=… keeps the first n branches; block="potential" brings its own
+        defaults (``POTENTIAL``, and a stem twice as wide).
+    """
+    for field, value, allowed in (("preset", preset, PRESETS), ("model", model, ("lipschitz", "mdeq"))):
+        if value not in allowed:
+            raise ValueError(f"{field} = {value!r}: must be one of {', '.join(allowed)}")
+    if ablation is not None and ablation not in ABLATIONS:
+        raise ValueError(f"ablation = {ablation!r}: must be one of {', '.join(ABLATIONS)} or None")
+    if ablation is not None and model == "mdeq":
+        raise ValueError(f"ablation = {ablation!r}: only for model = 'lipschitz'")
+    if changes.get("block") == "potential" and (ablation is not None or model == "mdeq"):
+        raise ValueError("block = 'potential': must be 'paper' for an ablation or for model = 'mdeq'")
+    fields = {**PRESETS[preset], **(_MDEQ if model == "mdeq" else ABLATIONS.get(ablation, {}))}
+    if changes.get("block") == "potential":
+        width = 2 * fields.get("channels", ModelConfig.channels)[0]
+        fields |= {**POTENTIAL, "stem_channels": width}
+    n = changes.pop("n", None)
+    if n is not None:
+        full = fields.get("channels", ModelConfig.channels)
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= len(full):
+            raise ValueError(f"n = {n!r}: must be a whole number from 1 to {len(full)} for the preset {preset}")
+        fields["channels"] = full[:n]
+        fields["head_channels"] = fields.get("head_channels", ModelConfig.head_channels)[:n]
+    unknown = set(changes) - set(ModelConfig.__dataclass_fields__)
+    if unknown:
+        raise ValueError(
+            f"{sorted(unknown)[0]}: not a field of ModelConfig ({', '.join(ModelConfig.__dataclass_fields__)})"
+        )
+    return replace(ModelConfig(**fields), **changes)

@@ -1,0 +1,53 @@
+"""The benchmarks run and say what they promise to say (numbers, never times, are asserted)."""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import trained
+from lipmdeq.certificate import certify
+from lipmdeq.experiments import training
+from lipmdeq.experiments.parameters import RunConfig
+
+BENCH = Path(__file__).parents[2] / "results" / "bench"
+KEYS = ["f_over_convs", "f_over_convs_compiled", "overhead_anderson", "overhead_picard", "speedup", "nfe"]
+KEYS += ["vs_torchdeq", "memory_40_over_5", "versions", "machine", "git_commit", "command"]
+
+
+@pytest.mark.parametrize("preset", ["cpu", "paper-cifar10"])
+def test_committed_records_are_whole(preset):
+    found = json.loads((BENCH / f"{preset}.json").read_text("utf8"))
+    assert not [key for key in KEYS if found.get(key) in (None, {})]
+    assert set(found["speedup"]) == set(found["nfe"]) and found["speedup"]["mdeq"] == 1.0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Two finished runs in the layout of the graph; their certificates are proved, not measured, which is quick."""
+    quick = functools.partial(certify, measure=False)
+    root = tmp_path_factory.mktemp("runs")
+    for name, model in ("mdeq", "mdeq"), ("lip-a0.4", "lipschitz"):
+        out = root / "table1" / name / "seed0"
+        cfg = dict(model=model, n=2, train_images=32, test_images=10, batch=16, epochs=1, device="cpu")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(training, "certify", quick)
+            training.train(RunConfig(**cfg, max_forward=4, max_backward=4, out=str(out)))
+    return root
+
+
+@pytest.mark.filterwarnings("ignore::lipmdeq.solvers.SolverWarning")
+def test_trained_models_are_compared_with_mdeq(runs):
+    rows, scale = trained.measure(runs, "table1", rounds=1)
+    assert list(rows) == ["lip-a0.4", "mdeq"] and "batch 16 of digits" in scale
+    assert rows["mdeq"]["speedup"] == 1.0
+    for row in rows.values():
+        assert all(math.isfinite(v) and v >= 0 for v in row.values())
+    assert rows["lip-a0.4"]["nfe_forward"] <= rows["mdeq"]["nfe_forward"] == 4 + 1  # the cap, and the graph
+
+
+def test_missing_runs_are_named(tmp_path):
+    with pytest.raises(SystemExit, match="no finished run mdeq/seed0"):
+        trained.measure(tmp_path, "table1", 1)

@@ -1,0 +1,524 @@
+"""Configurations: every file is valid and says what the paper says; records fit their files; the graph runs what is missing."""
+
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lipmdeq.bounds import LipschitzSpec
+from lipmdeq.experiments.parameters import ABLATIONS, PRESETS, ParameterError, RunConfig
+from lipmdeq.experiments.tables import SHARED, load
+from lipmdeq.experiments.tables import TABLES as PRINTED
+
+ROOT = Path(__file__).parents[2]
+PROTOCOLS = ("paper", "cpu", "cpu32")
+TABLES = {
+    "table1": [
+        *("mdeq", "mdeq-jr", "mdeq-pg", "mdeq-jfb"),
+        *(f"lip-a{a}{end}" for end in ("", "-jfb") for a in ("1.0", "0.4", "0.1")),
+    ],
+    "table2": ["mdeq", "lipschitz", "s1", "s2", "s3", "s4", "s4-sum", "s5", "s6", "s6-sum", "s7", "s7-sum"],
+    "table3": ["mdeq", *(f"lip-a{a}{end}" for end in ("", "-noconv") for a in ("0.4", "0.1"))],
+    "figure4": [f"a{k / 10}" for k in range(1, 11)],
+}
+FILES = sorted((ROOT / "configs").glob("*/*/*.yaml"))
+
+
+def read(protocol: str, table: str, row: str) -> RunConfig:
+    return RunConfig.from_yaml(ROOT / "configs" / protocol / table / f"{row}.yaml")
+
+
+def rows(protocol: str, *tables: str) -> dict[str, RunConfig]:
+    folder = ROOT / "configs" / protocol
+    return {f"{t}/{p.stem}": RunConfig.from_yaml(p) for t in tables for p in sorted((folder / t).glob("*.yaml"))}
+
+
+def test_no_row_is_missing_or_unknown():
+    for protocol in PROTOCOLS:
+        for table, names in TABLES.items():
+            found = {p.stem for p in (ROOT / "configs" / protocol / table).glob("*.yaml")}
+            # the first protocol ended before S6 and S7 had two readings
+            missing = {"s6-sum", "s7-sum"} if (protocol, table) == ("cpu", "table2") else set()
+            assert found == set(names) - missing, (protocol, table)
+        assert (ROOT / "configs" / protocol / "beyond").is_dir()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_constants_are_the_papers(protocol):
+    for name, cfg in rows(protocol, "table1", "table2", "figure4").items():
+        jr = name.endswith("jr")
+        assert (cfg.c, cfg.gamma, cfg.alpha1, cfg.alpha2, cfg.n) == (2.0, 1.0, 0.5, 0.3, 4), name
+        assert cfg.p == (0.22 if jr else 0.3), name
+        assert (cfg.solver, cfg.tol) == ("anderson", 1e-3), name
+        assert (cfg.max_forward, cfg.max_backward) == ((7, 8) if jr else (18, 20)), name
+        assert cfg.jacobian_weight == (0.5 if jr else 0.0), name
+        assert (cfg.phantom_steps, cfg.phantom_damping) == (5, 0.5), name
+        assert cfg.method == ("jfb" if "jfb" in name else "phantom" if "pg" in name else "implicit"), name
+        assert cfg.train_stem == ("jfb" not in name), name  # as in the paper's runs
+        assert cfg.model == ("mdeq" if "mdeq" in name else "lipschitz"), name
+        assert cfg.data == "cifar10" and cfg.eval_split == "test", name
+        if match := re.search(r"a(\d\.\d)", name):
+            assert cfg.a == float(match[1]), name
+        elif cfg.model == "lipschitz":
+            assert cfg.a == 0.4, name
+        wanted = re.search(r"table2/(s\d.*)", name)
+        assert cfg.ablation == (wanted and wanted[1].replace("s", "S", 1)), name
+    for name, cfg in rows(protocol, "table3").items():
+        assert (cfg.p, cfg.max_forward, cfg.max_backward, cfg.tol) == (0.0, 14, 14, 1e-3), name
+        assert (cfg.c, cfg.gamma, cfg.alpha1, cfg.alpha2, cfg.n) == (2.0, 1.0, 0.5, 0.3, 4), name
+        assert cfg.ablation == ("S3" if "noconv" in name else None), name
+
+
+def test_paper_protocol_is_the_papers_training():
+    for name, cfg in rows("paper", "table1", "table2", "figure4").items():
+        jr = name.endswith("jr")
+        assert (cfg.epochs, cfg.batch, cfg.lr) == (200, 96 if jr else 128, 1e-3), name
+        assert (cfg.preset, cfg.train_images, cfg.resolution) == ("paper-cifar10", None, None), name
+    for cfg in rows("paper", "table3").values():
+        assert (cfg.preset, cfg.data) == ("paper-imagenet", "imagenet")
+
+
+def test_cpu_protocol_is_the_same_for_all_rows():
+    same = ("preset", "data", "train_images", "resolution", "epochs", "batch", "lr", "device", "threads")
+    for tables in (("table1", "table2", "figure4", "beyond"), ("table3",)):
+        found = {tuple(getattr(c, k) for k in same) for c in rows("cpu", *tables).values()}
+        assert len(found) == 1, found
+
+
+def test_rows_in_two_tables_are_one_run():
+    from lipmdeq.experiments.tables import SHARED
+
+    shared = {"table2/mdeq": "table1/mdeq", "table2/lipschitz": "table1/lip-a0.4"}
+    shared |= {f"figure4/a{a}": f"table1/lip-a{a}" for a in ("0.1", "0.4", "1.0")}
+    assert shared == SHARED
+    for protocol in PROTOCOLS:
+        for one, other in shared.items():
+            assert read(protocol, *one.split("/")) == read(protocol, *other.split("/")), one
+
+
+@pytest.mark.parametrize("protocol", ["paper", "cpu"])
+def test_frontier_is_certified_and_close_to_one(protocol):
+    frontier = {k: c for k, c in rows(protocol, "beyond").items() if re.fullmatch(r"beyond/f\d+", k)}
+    assert len(frontier) >= 8
+    for name, cfg in frontier.items():
+        L = LipschitzSpec(cfg.a, cfg.c, cfg.gamma, cfg.alpha1, cfg.alpha2, cfg.n, cfg.p).L("perron", train=True)
+        assert 0.9 <= L < 1, (name, L)
+        assert (cfg.eval_split, cfg.method, cfg.ablation) == ("val", "implicit", None), name
+        assert cfg.gamma == 1.0, name  # the post-fusion norm of these presets has no gamma to make smaller
+    assert any(cfg.a == 1.0 and cfg.c < 1 for cfg in frontier.values())
+    settings = {(c.a, c.c, c.alpha1, c.alpha2, c.p) for c in frontier.values()}
+    assert len(settings) == len(frontier)
+    stems = [c for k, c in rows(protocol, "beyond").items() if k.endswith("jfb-stem")]
+    assert len(stems) == 4 and all(c.train_stem and c.method == "jfb" for c in stems)
+
+
+def test_certified_family_and_baselines_share_the_recipe():
+    found = rows("cpu32", "table1", "table2", "figure4", "beyond")
+    taus = sorted(c.tau for k, c in found.items() if k.startswith("beyond/potential-t"))
+    assert taus == [0.1, 0.3, 0.5, 0.7, 0.9, 0.95]
+    shared = {
+        (c.epochs, c.batch, c.warmup, c.label_smoothing, c.preset, c.train_images, c.data) for c in found.values()
+    }
+    assert shared == {(8, 128, 0.15, 0.0, "cpu32", None, "cifar10")}
+    for family in ("mdeq", "lip", "potential"):  # the learning rate may differ between families, not within one
+        assert len({c.lr for k, c in found.items() if k.split("/")[1].startswith(family)}) == 1, family
+    explicit = {k: c.steps for k, c in found.items() if c.method == "unrolled"}
+    assert sorted(explicit.values()) == [1, 1, 3, 3]
+
+
+def test_names_are_those_of_the_model():
+    from lipmdeq import model
+    from lipmdeq.bounds import spec
+
+    assert set(PRESETS) == set(model.PRESETS)
+    assert ABLATIONS == tuple(model.ABLATIONS) == spec.ABLATIONS[:-1]
+
+
+def test_every_config_builds_its_model():
+    from lipmdeq.model import configure
+
+    sizes = {"cifar10": 32, "tiny-imagenet-25": 64, "imagenet": 224}
+    for path in FILES:
+        cfg = RunConfig.from_yaml(path)
+        shape = configure(
+            cfg.preset, cfg.model, cfg.ablation, image_size=cfg.resolution or sizes[cfg.data], **cfg.model_changes()
+        )
+        assert shape.is_lipschitz == (cfg.model == "lipschitz" and cfg.ablation not in ("S1", "S2", "S3"))
+
+
+def test_records_were_made_with_what_their_ablation_means_now():
+    """A name whose meaning changed would make a committed record lie: the model that was built is in the record."""
+    from lipmdeq.model import configure
+
+    switches = ("norm", "clip", "constrain", "fusion", "mix1", "mix2", "weight_norm")
+    seen = set()
+    for path in sorted((ROOT / "results").glob("*/*/*/seed*.json")):
+        record = json.loads(path.read_text("utf8"))
+        cfg = RunConfig.from_mapping(record["parameters"])
+        now = configure(cfg.preset, cfg.model, cfg.ablation)
+        built = record["model"]["config"]
+        assert {k: built[k] for k in switches} == {k: getattr(now, k) for k in switches}, path
+        seen.add(cfg.ablation)
+    assert {"S1", "S2", "S3", "S4", "S5", "S6", "S7"} <= seen
+
+
+BAD = [
+    ({"a": 7}, "a = 7: must be in (0, 1]"),
+    ({"a": "abc"}, "a = 'abc': must be a number in (0, 1]"),
+    ({"a": True}, "a = True: must be a number in (0, 1]"),
+    ({"a": float("nan")}, "a = nan: must be in (0, 1]"),
+    ({"slope": 0.4}, "slope = 0.4: not a parameter"),
+    ({"epoch": 3}, "epoch = 3: not a parameter (did you mean epochs?)"),
+    ({"c": -1}, "c = -1: must be in (0, 1e+06]"),
+    ({"p": 1}, "p = 1: must be in [0, 1)"),
+    ({"n": 2.5}, "n = 2.5: must be a whole number >= 1 and <= 64, or None"),
+    ({"n": 0}, "n = 0: must be"),
+    ({"epochs": "ten"}, "epochs = 'ten': must be a whole number"),
+    ({"epochs": 0}, "epochs = 0: must be a whole number >= 1"),
+    ({"batch": 1}, "batch = 1: must be a whole number >= 2"),
+    ({"lr": "1e-3"}, "lr = '1e-3': must be a number in (0, inf)"),
+    ({"seed": -1}, "seed = -1: must be"),
+    ({"model": "resnet"}, "model = 'resnet': must be one of lipschitz, mdeq"),
+    ({"preset": "huge"}, "preset = 'huge': must be one of digits, cpu"),
+    ({"ablation": "S9"}, "ablation = 'S9': must be one of S1"),
+    ({"ablation": "S1", "model": "mdeq"}, "ablation = 'S1': must be None for model = 'mdeq'"),
+    ({"method": "bptt"}, "method = 'bptt': must be one of implicit, jfb, phantom"),
+    ({"solver": 3}, "solver = 3: must be one of anderson, picard, broyden"),
+    ({"device": "tpu"}, "device = 'tpu': must be one of auto, cpu, cuda"),
+    ({"train_stem": "yes"}, "train_stem = 'yes': must be True or False"),
+    ({"compile": 1}, "compile = 1: must be True or False"),
+    ({"compile": True, "jacobian_weight": 0.5}, "compile = True: must be False with jacobian_weight"),
+    ({"data": 5}, "data = 5: must be text"),
+    ({"eval_split": "val"}, "val_images = 0: must be >= 1 for eval_split = 'val'"),
+    ({"trace_epochs": "all"}, "trace_epochs = 'all': must be a list of whole numbers"),
+    ({"trace_epochs": [99]}, "trace_epochs = [99]: must be whole numbers from 0 to epochs = "),
+    # the certified family, explicit networks and how they are trained
+    ({"block": "resnet"}, "block = 'resnet': must be one of paper, potential, or None"),
+    ({"block": 1}, "block = 1: must be one of paper, potential, or None"),
+    ({"block": "potential", "a": 0.4}, "a = 0.4: belongs to block = 'paper'; must be left out for block"),
+    ({"block": "potential", "ablation": "S1"}, "ablation = 'S1': belongs to block = 'paper'; must be left out"),
+    ({"block": "potential", "model": "mdeq"}, "model = 'mdeq': belongs to block = 'paper'; must be left out"),
+    ({"tau": 0}, "tau = 0: must be in (0, 1)"),
+    ({"tau": 1}, "tau = 1: must be in (0, 1)"),
+    ({"tau": float("nan")}, "tau = nan: must be in (0, 1)"),
+    ({"tau": "0.9"}, "tau = '0.9': must be a number in (0, 1)"),
+    ({"tau": None}, "tau = None: must be a number in (0, 1)"),
+    ({"injection": "none"}, "injection = 'none': must be one of first, all, or None"),
+    ({"injection": True}, "injection = True: must be one of first, all, or None"),
+    ({"expansion": 0}, "expansion = 0: must be a whole number >= 1 and <= 64, or None"),
+    ({"expansion": 2.5}, "expansion = 2.5: must be a whole number >= 1 and <= 64, or None"),
+    ({"expansion": 10**6}, "expansion = 1000000: must be a whole number >= 1 and <= 64, or None"),
+    ({"stem_strides": [1, 3]}, "stem_strides = [1, 3]: must be two numbers, each 1 or 2, or None"),
+    ({"stem_strides": [1]}, "stem_strides = [1]: must be two numbers, each 1 or 2, or None"),
+    ({"stem_strides": 2}, "stem_strides = 2: must be two numbers, each 1 or 2, or None"),
+    ({"stem_strides": "1,x"}, "stem_strides = '1,x': must be two numbers, each 1 or 2, or None"),
+    ({"stem_strides": [True, 1]}, "stem_strides = [True, 1]: must be two numbers, each 1 or 2, or None"),
+    ({"stem_strides": [[1], 2]}, "stem_strides = [[1], 2]: must be two numbers, each 1 or 2, or None"),
+    ({"stem_channels": 0}, "stem_channels = 0: must be a whole number >= 1 and <= 4096, or None"),
+    ({"stem_channels": 10**6}, "stem_channels = 1000000: must be a whole number >= 1 and <= 4096, or None"),
+    ({"stem_channels": "wide"}, "stem_channels = 'wide': must be a whole number >= 1 and <= 4096, or None"),
+    ({"steps": 0}, "steps = 0: must be a whole number >= 1 and <= 1000"),
+    ({"steps": 2.5}, "steps = 2.5: must be a whole number >= 1 and <= 1000"),
+    ({"steps": None}, "steps = None: must be a whole number >= 1 and <= 1000"),
+    ({"warmup": 1}, "warmup = 1: must be in [0, 1)"),
+    ({"warmup": -0.1}, "warmup = -0.1: must be in [0, 1)"),
+    ({"warmup": "5 epochs"}, "warmup = '5 epochs': must be a number in [0, 1)"),
+    ({"label_smoothing": 1}, "label_smoothing = 1: must be in [0, 1)"),
+    ({"label_smoothing": -0.1}, "label_smoothing = -0.1: must be in [0, 1)"),
+    ({"label_smoothing": True}, "label_smoothing = True: must be a number in [0, 1)"),
+    ({"prove_every": 0}, "prove_every = 0: must be a whole number >= 1 and <= 1000000000"),
+    ({"prove_every": 1.5}, "prove_every = 1.5: must be a whole number >= 1 and <= 1000000000"),
+    # D4, D8: what would fail later, stop the machine or never end
+    ({"threads": 100000}, "threads = 100000: must be a whole number >= 1 and <= 1024"),
+    ({"c": 1e308}, "c = 1e+308: must be in (0, 1e+06]"),
+    ({"gamma": 1e308}, "gamma = 1e+308: must be in (0, 1e+06]"),
+    ({"gamma": 10**400}, "gamma = a whole number of 1329 bits: is too large for any parameter"),
+    ({"device": "cuda:٣"}, "device = 'cuda:٣': must be one of auto, cpu, cuda, cuda:0"),
+    ({"device": "cuda:²"}, "device = 'cuda:²': must be"),
+    ({"device": "cuda:"}, "device = 'cuda:': must be"),
+    ({"device": "cuda:007"}, "device = 'cuda:007': must be"),
+    ({"device": "cuda:1\n"}, "device = 'cuda:1\\n': must be"),
+    ({"device": f"cuda:{10**30}"}, "device = 'cuda:1000"),
+    ({"phantom_steps": 10**30}, f"phantom_steps = {10**30}: must be a whole number >= 1 and <= 1000"),
+    ({"phantom_steps": 10**5000}, "phantom_steps = a whole number of 16610 bits: is too large"),
+    ({"phantom_steps": 1e300}, "phantom_steps = 1e+300: must be"),
+    ({"max_forward": 10**9}, "max_forward = 1000000000: must be a whole number >= 1 and <= 10000"),
+    ({"max_backward": 10**9}, "max_backward = 1000000000: must be"),
+    ({"epochs": 10**30}, f"epochs = {10**30}: must be a whole number >= 1 and <= 1000000"),
+    ({"n": 10**6}, "n = 1000000: must be"),
+    ({"resolution": 10**6}, "resolution = 1000000: must be"),
+    ({"trace_epochs": list(range(2000))}, "trace_epochs = list of 2000 entries: must be at most 1000"),
+    ({"out": "x" * 10000}, "out = 'xxxx"),
+    ({"out": "a/" + "x" * 256}, "out = 'a/xxxx"),
+    ({"out": "ü" * 128}, "out = 'üüüü"),
+    ({"data": "y" * 10000}, "data = 'yyyy"),
+    ({"data_root": "y/" * 600}, "data_root = 'y/y/"),
+    ({"model": "z" * 10000}, "model = 'zzzz"),
+    ({"w" * 10000: 1}, "wwww"),
+    ({"out": "a\0b"}, "out = 'a\\x00b': must be text without a NUL character"),
+    ({"data_root": "\0"}, "data_root = '\\x00': must be text without a NUL"),
+    ({"out": "a\udcff"}, "out = 'a\\udcff': must be text in UTF-8"),
+    ({"a": {"x": 1}}, "a = {'x': 1}: must be a number in (0, 1]"),
+]
+
+
+@pytest.mark.parametrize("values, message", BAD, ids=[ascii(m)[:60] for _, m in BAD])
+def test_bad_parameters_are_named_in_one_sentence(values, message):
+    with pytest.raises(ParameterError) as error:
+        RunConfig.from_mapping(values)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1200
+    assert error.value._render_traceback_() == [f"ParameterError: {error.value}"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stem_strides": 3}, "stem_strides = 3: must be a list of whole numbers"),
+        ({"stem_strides": (True, 1)}, "stem_strides = (True, 1): must be two numbers, each 1 or 2"),
+        ({"stem_channels": True}, "stem_channels = True: must be a whole number >= 1"),
+        ({"expansion": True}, "expansion = True: must be a whole number >= 1"),
+        ({"tau": "0.9"}, "tau = '0.9': must be in (0, 1)"),
+    ],
+)
+def test_bad_shapes_are_named_in_one_sentence(values, message):
+    """A model that is built by hand, without the parameters of a run."""
+    from lipmdeq.model import ModelConfig
+
+    with pytest.raises(ValueError) as error:
+        ModelConfig(**values)
+    assert str(error.value) == message
+
+
+def test_strides_from_the_shell():
+    for value in ([1, 2], (1, 2), "1,2", "[1, 2]", [1.0, 2.0]):
+        strides = RunConfig(stem_strides=value).stem_strides
+        assert strides == (1, 2) and all(type(s) is int for s in strides)
+    assert RunConfig(stem_strides=None).stem_strides is None
+
+
+def test_block_follows_from_what_is_given():
+    """Without a word about the block: the certified family, unless something of the paper's block is asked for."""
+    assert (RunConfig().block, RunConfig().injection, RunConfig().a) == ("potential", "all", None)
+    for values in ({"a": 0.4}, {"ablation": "S1"}, {"model": "mdeq"}, {"block": "paper"}):
+        cfg = RunConfig(**values)
+        assert (cfg.block, cfg.injection, cfg.a, cfg.alpha2, cfg.p) == ("paper", "first", 0.4, 0.3, 0.3), values
+    assert RunConfig(block="potential", injection="first").injection == "first"
+
+
+def test_old_records_are_of_the_papers_block():
+    """Records from before there was a choice say nothing about block and injection: they mean the paper's."""
+    from lipmdeq.model import ModelConfig
+
+    old = 0
+    for path in (
+        ROOT / "results" / "digits" / "lipschitz" / "seed0.json",
+        *(ROOT / "results" / "cpu").glob("*/*/seed*.json"),
+    ):
+        record = json.loads(path.read_text("utf8"))
+        if "block" in record["parameters"]:
+            continue
+        cfg = RunConfig.from_mapping(record["parameters"])
+        assert (cfg.block, cfg.injection) == ("paper", "first"), path
+        built = record["model"]["config"]
+        shape = ModelConfig.from_dict(built)
+        assert (shape.block, shape.injection) == ("paper", "first"), path
+        assert shape.stem_strides == (built["stem_stride"],) * 2 and shape.injection_conv is built["injection"], path
+        old += 1
+    assert old >= 79
+
+
+def test_bad_config_files(tmp_path):
+    for text, message in (
+        ("a: [", "is not YAML"),
+        ("- 1\n", "must be lines of the form"),
+        ("", "must be lines of the form"),
+        ("epochs: " + "9" * 5000, "is not YAML"),
+        ("[" * 5000, "is not YAML"),
+        ("a: !!python/name:os.system", "is not YAML"),
+        ('out: "a\\0b"', "out = 'a.x00b': must be text without a NUL"),
+        ("? [1, 2]\n: 3", "is not YAML"),
+        ("1: 3", "1 = 3: not a parameter"),
+        ("null: 3", "None = 3: not a parameter"),
+    ):
+        path = tmp_path / "bad.yaml"
+        path.write_text(text)
+        with pytest.raises(ParameterError, match=message):
+            RunConfig.from_yaml(path)
+    with pytest.raises(ParameterError, match="cannot be read"):
+        RunConfig.from_yaml(tmp_path / "missing.yaml")
+
+
+def test_namespace_of_a_notebook():
+    namespace = {"a": 0.2, "In": ["x"], "_dh": 3, "json": json, "RunConfig": RunConfig, "Out": {}}
+    assert RunConfig.from_namespace(namespace) == RunConfig(a=0.2)
+    with pytest.raises(ParameterError, match="slope = 0.4: not a parameter"):
+        RunConfig.from_namespace({**namespace, "slope": 0.4})
+
+
+def test_what_papermill_injects_is_never_ignored():
+    """D7: values that are no plain ones, and names that an import, IPython or an underscore hides from the namespace."""
+    first, call = (
+        "a: float = 0.4",
+        "from lipmdeq.experiments.parameters import RunConfig\ncfg = RunConfig.from_namespace(globals())",
+    )
+    later = ["record = train(cfg)", "slope = 3"]
+
+    def run(injected: str) -> RunConfig:
+        space: dict = {}
+        for source in (first, injected, "from lipmdeq.experiments.parameters import RunConfig"):
+            exec(source, space)
+        space.setdefault("In", ["", first, injected, call, *later, call])  # run a second time: later cells do not count
+        return RunConfig.from_namespace(space)
+
+    assert run("# Parameters\na = 0.2\n").a == 0.2
+    for injected, message in (
+        ("record = {'x': 1}", "record = {'x': 1}: not a parameter"),
+        ("RunConfig = 3", "RunConfig = 3: not a parameter"),
+        ("_x = 1", "_x = 1: not a parameter"),
+        ("In = 3", "In = 3: not a parameter"),
+        ("In = [3]", "In = [3]: not a parameter"),
+        ("Out = {}", "Out = {}: not a parameter"),
+        ("x = y = {1: 2}", "x = {1: 2}: not a parameter"),
+        ("thing = float('nan')", "thing = "),
+        ("a = {'x': 1}", "a = {'x': 1}: must be a number"),
+        ("a = b'x'", "a = b'x': must be a number"),
+        ("seed = {0}", "seed = {0}: must be a whole number"),
+    ):
+        with pytest.raises(ParameterError, match=re.escape(message)):
+            run(injected)
+
+
+def test_lists_from_the_shell():
+    for value in ([1, 3], (3, 1), "1,3", "[1, 3]", [1, 3.0, 1]):
+        assert RunConfig(trace_epochs=value).trace_epochs == (1, 3)
+    assert RunConfig(trace_epochs="[]").trace_epochs == () and RunConfig(trace_epochs=2).trace_epochs == (2,)
+
+
+def test_command_repeats_the_run():
+    from lipmdeq.experiments.commands import parse_value
+
+    cfg = RunConfig(a=0.1, n=2, train_stem=False, trace_epochs=(0, 2), ablation="S3", lr=1e-3, out="x")
+    words = shlex.split(cfg.command())[4:]
+    assert words[0] == "-p"
+    again = {words[i + 1]: parse_value(words[i + 2]) for i in range(0, len(words), 3)}
+    assert RunConfig.from_mapping({**again, "out": "x"}) == cfg
+
+
+def test_parameters_cell_says_what_the_package_says():
+    notebook = json.loads((ROOT / "notebooks" / "train.ipynb").read_text())
+    cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert cells[0]["metadata"]["tags"] == ["parameters"]
+    lines = "".join(cells[0]["source"]).splitlines()
+    assert len(lines) == len(fields(RunConfig))
+    space: dict = {}
+    exec("\n".join(lines), space)
+    for line, f in zip(lines, fields(RunConfig), strict=True):
+        assert line.startswith(f"{f.name}: ")
+        assert line.endswith(f"  # {f.metadata['help']}")
+        assert RunConfig(**{f.name: space[f.name]}) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "results").glob("*/*/*/seed*.json")), ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_records_fit_their_configs(path):
+    record = json.loads(path.read_text())
+    config = ROOT / "configs" / path.parent.relative_to(ROOT / "results")
+    seed = int(path.stem.removeprefix("seed"))
+    assert RunConfig.from_mapping(record["parameters"]).identity() == (
+        RunConfig.from_yaml(f"{config}.yaml", seed=seed).identity()
+    )
+    assert len(record["history"]) == record["parameters"]["epochs"]
+    assert record["seed"] == seed
+
+
+def graph(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "snakemake", "-s", str(folder / "Snakefile"), "-d", str(folder), *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+
+
+# Tables that have all their records; rows of both are shared.
+COMPLETE = ("--config", "tables=table1,figure4")
+
+
+def planned(folder: Path) -> list[str]:
+    """The rules of the jobs that `snakemake -n` plans, sorted, and for a run its configuration."""
+    done = graph(folder, "-n", *COMPLETE)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    assert ("Nothing to be done" in text) == (not re.search(r"^(local)?rule ", text, re.M)), text
+    found = re.findall(r"^(?:local)?rule (\w+):\n(?:    .*\n)*?    (?:output|input): (.*)", text, re.M)
+    return sorted(f"{rule} {files}" if rule == "run" else rule for rule, files in found)
+
+
+@pytest.mark.slow
+def test_graph_runs_what_is_missing_and_no_more(tmp_path):
+    """In a fresh clone, where the times of files are arbitrary, nothing; without a record its run and the tables."""
+    for name in ("Snakefile", "profiles", "configs", "results"):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    random.Random(0).shuffle(files)
+    for i, path in enumerate(files):
+        os.utime(path, (1.7e9 + i, 1.7e9 + i))
+    assert planned(tmp_path) == []
+    record = tmp_path / "results" / "cpu" / "table1" / "mdeq-pg" / "seed1.json"
+    text = record.read_text()
+    record.unlink()
+    assert planned(tmp_path) == ["all", "run configs/cpu/table1/mdeq-pg.yaml", "tables"]
+    record.write_text(text)  # newer than the tables, as after a kill, but the tables are made from it already
+    assert planned(tmp_path) == []
+    table = tmp_path / "results" / "cpu" / "tables" / "table1.md"
+    table.write_text(table.read_text().replace("MDEQ", "mdeq"))
+    os.utime(table, (1.6e9, 1.6e9))
+    assert planned(tmp_path) == ["all", "tables"], "a table that is not what the records give"
+    cfg = RunConfig.from_mapping(json.loads(text)["parameters"])
+    config = tmp_path / "configs" / "cpu" / "table1" / "mdeq-pg.yaml"
+    plain = config.read_text()
+    config.write_text(re.sub(r"^lr: .*$", "lr: 0.5", plain, flags=re.M))
+    done = graph(tmp_path, "-n", *COMPLETE)
+    assert done.returncode != 0
+    assert f"was made with lr = {cfg.lr!r}, but" in done.stdout + done.stderr
+    config.write_text(plain)
+    assert text.count('"accuracy": 0.') > 1
+    for content, message in (  # D1, D13
+        (text.replace('"accuracy": 0.', '"accuracy": 0.9', 1), "was changed after it was written"),
+        (text[:100], "is not a record of a run: it is truncated or was changed"),
+    ):
+        record.write_text(content)
+        done = graph(tmp_path, "-n")
+        said = done.stdout + done.stderr
+        assert done.returncode != 0 and "Traceback" not in said
+        assert f"results/cpu/table1/mdeq-pg/seed1.json {message}" in said, said
+
+
+def test_stored_tables_are_those_of_the_records():
+    """`make reproduce` trusts them as they are in a fresh clone."""
+    folder = ROOT / "results" / "cpu" / "tables"
+    for name in PRINTED:
+        assert load(name, root=ROOT).is_written(folder), f"{name}: run python -m lipmdeq tables"
+    for copy, run in SHARED.items():
+        for path in (ROOT / "results" / "cpu" / copy).glob("seed*.json"):
+            assert path.read_bytes() == (ROOT / "results" / "cpu" / run / path.name).read_bytes(), copy
+
+
+def test_best_is_the_winner_on_validation_images():
+    """configs/cpu/beyond/best.yaml is the setting of the frontier with the highest validation accuracy, judged on test images."""
+    accuracy = {}
+    for path in (ROOT / "configs" / "cpu" / "beyond").glob("f*.yaml"):
+        record = json.loads((ROOT / "results" / "cpu" / "beyond" / path.stem / "seed0.json").read_text("utf8"))
+        assert record["result"]["split"] == "val"
+        accuracy[path.stem] = record["result"]["accuracy"]
+    winner = read("cpu", "beyond", max(accuracy, key=accuracy.get)).identity()
+    best = read("cpu", "beyond", "best").identity()
+    assert {k for k in best if best[k] != winner[k]} == {"eval_split", "val_images"}
+    assert best["eval_split"] == "test"

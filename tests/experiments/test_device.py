@@ -1,0 +1,225 @@
+"""Ready for an accelerator, tested without one: whole runs on a pretended device end bit-equal to the CPU (:mod:`pretend`)."""
+
+import dataclasses
+import functools
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from pretend import DEVICE, Factory, Pretend, Watch
+
+from lipmdeq.certificate import certify
+from lipmdeq.depth import depth
+from lipmdeq.experiments import records, training
+from lipmdeq.experiments.parameters import RunConfig
+from lipmdeq.experiments.training import Run
+from lipmdeq.experiments.world import World
+from lipmdeq.model.layers import MGN
+from lipmdeq.norms import covers
+
+SMALL = dict(
+    c=0.2, n=2, train_images=32, test_images=16, batch=16, epochs=1, lr=5e-3, p=0.2, device="cpu", prove_every=2
+)
+# Every gradient rule, solver and block at least once; c is small, so that the constraint acts.
+RUNS = {
+    "implicit, anderson": dict(a=0.4),
+    "jfb, picard": dict(a=0.4, method="jfb", solver="picard"),
+    "phantom, broyden, mdeq": dict(model="mdeq", method="phantom", phantom_steps=2, solver="broyden", max_forward=4),
+    "unrolled, potential": dict(block="potential", method="unrolled", steps=2),
+    "implicit, broyden, potential": dict(block="potential", solver="broyden", label_smoothing=0.1),
+    "implicit, picard, mdeq": dict(model="mdeq", solver="picard", max_forward=4, max_backward=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def alike(monkeypatch):
+    """What is meant to differ between devices, made equal: on a CPU norms are proved in single precision where that is enough.
+
+    Certificates of the runs are proved only; a test of its own measures.
+    """
+    monkeypatch.setattr(covers, "_plain_single", lambda w: False)
+    monkeypatch.setattr(training, "certify", functools.partial(certify, measure=False))
+    monkeypatch.setattr("lipmdeq.experiments.step.JACOBIAN_RATE", 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def settings(**changes) -> RunConfig:
+    return RunConfig(**{**SMALL, **changes})
+
+
+def there(cfg: RunConfig, out: Path) -> Run:
+    """A run on the pretended device, to be used inside Factory()."""
+    return Run(cfg, out, World(cfg, device=DEVICE))
+
+
+def numbers(value) -> object:
+    """A tensor on the CPU, or a dict or list of such, wherever it was."""
+    if isinstance(value, dict):
+        return {k: numbers(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [numbers(v) for v in value]
+    return value.kept if isinstance(value, Pretend) else value
+
+
+def weights(run: Run) -> dict:
+    return {k: numbers(v.detach()) for k, v in run.model.state_dict().items()}
+
+
+def assert_equal(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    unlike = [k for k in one if not torch.equal(one[k], other[k])]
+    assert not unlike, f"other bits in {unlike[:5]}"
+
+
+def assert_close(one, other, rel: float) -> None:
+    """Equal but for the last digits of floats: products of doubles depend on where in memory they lie, J v on torch's way."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for k in one:
+            assert_close(one[k], other[k], rel)
+    elif isinstance(one, list):
+        for a, b in zip(one, other, strict=True):
+            assert_close(a, b, rel)
+    elif isinstance(one, float):
+        assert one == pytest.approx(other, rel=rel, abs=1e-12)
+    else:
+        assert one == other or isinstance(one, str)  # texts say the same numbers
+
+
+def evaluated(run: Run) -> dict:
+    row = training.evaluate(run.model, run.data.test, run.cfg.batch, run.world)
+    return {k: v for k, v in dataclasses.asdict(row).items() if k != "seconds"}
+
+
+def one_epoch(run: Run) -> Run:
+    """The steps of an epoch, with proofs and without (prove_every = 2)."""
+    run._end_of_epoch = lambda: None
+    run._one_epoch()
+    return run
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_steps_are_bit_equal(name, tmp_path):
+    cfg = settings(**RUNS[name])
+    here = one_epoch(Run(cfg, tmp_path / "cpu", World.open(cfg)))
+    with Factory():
+        away = one_epoch(there(cfg, tmp_path / "there"))
+        assert all(p.device == DEVICE for p in away.model.parameters())
+        assert_equal(weights(here), weights(away))
+        assert evaluated(here) == evaluated(away)
+
+
+def test_jacobian_regularisation_runs_there(tmp_path):
+    """Second derivatives of group normalisation take another path in torch off the CPU: equal up to rounding."""
+    cfg = settings(model="mdeq", jacobian_weight=0.1, solver="picard", max_forward=3, max_backward=3)
+    here = one_epoch(Run(cfg, tmp_path / "cpu", World.open(cfg)))
+    with Factory():
+        away = one_epoch(there(cfg, tmp_path / "there"))
+    assert here.sums.settle().loss == pytest.approx(away.sums.settle().loss, rel=1e-4)
+
+
+def test_run_is_equal_through_checkpoint_and_resume(tmp_path):
+    """Killed after the first of two epochs and resumed, on the device; the record is that of an undisturbed run on the CPU."""
+    cfg = settings(a=0.4, epochs=2, trace_epochs=[1])
+    whole = Run(cfg, tmp_path / "cpu", World.open(cfg)).finish()
+    with Factory():
+        there(cfg, tmp_path / "there")._one_epoch()
+        again = there(cfg, tmp_path / "there")
+        assert again.epoch == 1
+        record = again.finish()
+    for name in ("weights_sha256", "half_sha256", "traces"):
+        assert record[name] == whole[name], name
+    assert_close(record["depth"], whole["depth"], 1e-3)
+    for one, other in zip(whole["history"], record["history"], strict=True):
+        assert_close(one["lipschitz"], other["lipschitz"], 1e-9)
+        assert [one[k] for k in ("epoch", "train", "test")] == [other[k] for k in ("epoch", "train", "test")]
+    # A checkpoint of the device is read where there is none.
+    state = records.load_checkpoint(tmp_path / "there" / records.CHECKPOINT)["model"]
+    assert {type(v) for v in state.values()} == {torch.Tensor}
+
+
+@pytest.mark.parametrize("fields", [dict(a=0.4), dict(block="potential")], ids=["paper", "potential"])
+def test_certificate_and_depth_are_equal(fields, tmp_path):
+    cfg = settings(**fields)
+    run = Run(cfg, tmp_path, World.open(cfg))
+    model, (x, y) = run.model.eval(), run._images(4)
+
+    def reports(model, x, y):
+        proof = certify(model, x=x, random_points=1, power_steps=2, progress=False)
+        return proof.to_dict(), depth(model, x, y, certificate=proof).to_dict()
+
+    (proof, report) = reports(model, x, y)
+    with Factory():
+        (proof_there, report_there) = reports(model.to(DEVICE), x.to(DEVICE), y.to(DEVICE))
+    for name in ("fingerprint", "constants", "observed_steps", "certified"):
+        assert proof[name] == proof_there[name], name
+    for name in ("test", "train", "layers"):
+        assert_close(proof[name], proof_there[name], 1e-9)
+    for name in ("accuracy", "accuracy_star", "same_label", "switching", "evaluations", "converged"):
+        assert report[name] == report_there[name], name
+    for name in ("measured_norm", "measured_norm_D", "spectral_radius"):
+        assert_close(proof[name], proof_there[name], 1e-3)
+    assert_close(report, report_there, 1e-3)
+
+
+# ---------------------------------------------------------------- would these tests see it?
+
+
+def test_cpu_tensor_in_a_layer_is_seen(tmp_path, monkeypatch):
+    """Test of the tests: one table on the CPU in the place of the weight's device, and the step stops."""
+    scale = MGN.scale
+    monkeypatch.setattr(
+        MGN, "scale", lambda self: scale(self) if self.weight is None else scale(self) * torch.ones(self.channels)
+    )
+    cfg = settings(a=0.4)
+    one_epoch(Run(cfg, tmp_path / "cpu", World.open(cfg)))
+    with Factory(), pytest.raises(RuntimeError, match="tensors on pretend and cpu meet"):
+        one_epoch(there(cfg, tmp_path / "there"))
+
+
+# ---------------------------------------------------------------- what would make an accelerator wait
+
+
+def watched_step(run: Run) -> tuple[Watch, int]:
+    """The second step of an epoch, without a proof: what the host waited for, and the evaluations of both solves."""
+    before = []
+    for x, y in run.data.train.batches(run.cfg.batch, train=True, seed=0, drop_last=True):
+        with Watch() as seen:
+            run._one_step(x, y, 0.0)
+        sums = run.sums
+        before.append((sums.nfe_forward + sums.nfe_backward) // run.cfg.batch)
+    return seen, before[-1] - before[-2]
+
+
+@pytest.mark.parametrize("solver, each", [("picard", 1), ("anderson", 2), ("broyden", 1)])
+def test_waits_of_a_step_are_bounded(solver, each, tmp_path):
+    """One for each evaluation (Anderson: a second one for its inner products), and one for the loss."""
+    with Factory():
+        run = there(settings(a=0.4, solver=solver, prove_every=10**6), tmp_path)
+        run.model.train()
+        seen, nfe = watched_step(run)
+    assert nfe >= 3 and 0 < seen.total <= each * nfe + 1, seen.places
+
+
+def test_constraint_without_proof_waits_for_nothing(tmp_path):
+    with Factory():
+        run = there(settings(a=0.4), tmp_path)
+        run.model.constrain(prove=False)  # the first call brings a random vector from the host
+        with Watch() as seen:
+            run.model.constrain(prove=False)
+            next(iter(run.data.train.batches(16, train=True)))
+        assert seen.total == 0, seen.places
+
+
+def test_added_item_is_seen(tmp_path, monkeypatch):
+    """Test of the tests: a value that a layer reads is counted."""
+    scale = MGN.scale
+    monkeypatch.setattr(MGN, "scale", lambda self: scale(self) * float(self.weight is None or self.weight[0] * 0 + 1))
+    with Factory():
+        run = there(settings(a=0.4, solver="picard", prove_every=10**6), tmp_path)
+        run.model.train()
+        seen, nfe = watched_step(run)
+    assert seen.total > nfe + 1

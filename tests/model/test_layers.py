@@ -1,0 +1,409 @@
+"""Each layer's constant from both sides: no pair of points exceeds it, a witness reaches it."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lipmdeq.model import blocks, configure, layers
+from lipmdeq.model.blocks import FixedPointMap, Fusion, PostFusion, ResidualBlock
+from lipmdeq.model.layers import GN, MGN, Chain, Conv, ConvNorm, DownPath, SReLU, Up, UpPath, VariationalDropout, normed
+from lipmdeq.norms import conv_norm
+
+torch.set_default_dtype(torch.float32)
+
+
+def jacobian_norm(layer, x):
+    """‖J‖₂ of the layer at x (one sample) from the full Jacobian."""
+    shape = x.shape
+
+    def flat(v):
+        return layer(v.view(shape)).flatten()
+
+    return torch.linalg.matrix_norm(torch.autograd.functional.jacobian(flat, x.flatten()), 2).item()
+
+
+def norm_layer(kind, affine=True, seed=0, groups=2, channels=6):
+    torch.manual_seed(seed)
+    layer = kind(groups, channels, affine, 1.0).double()
+    if affine:
+        with torch.no_grad():
+            layer.weight.uniform_(-1, 1)
+            layer.weight[0] = 1.0
+            layer.bias.normal_()
+    return layer
+
+
+@given(seed=st.integers(0, 10**6), scale=st.sampled_from([1e-4, 1e-2, 1.0, 30.0]), kind=st.sampled_from([GN, MGN]))
+@settings(max_examples=150, deadline=None)
+def test_norms_stay_below_their_constant(seed, scale, kind):
+    layer = norm_layer(kind, seed=seed)
+    x = scale * torch.randn(1, 6, 3, 2, dtype=torch.double)
+    bound = layer.lipschitz()
+    assert jacobian_norm(layer, x) <= bound * (1 + 1e-9)
+    y = x + scale * torch.randn_like(x)
+    assert (layer(x) - layer(y)).norm() <= bound * (x - y).norm() * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("affine, gamma", [(True, 1.0), (False, 1.0), (False, 0.1), (False, 3.0), (False, None)])
+@pytest.mark.parametrize("kind", [GN, MGN])
+def test_norms_reach_their_constant(kind, affine, gamma):
+    """GN at a constant group (variance 0) and MGN anywhere: a zero-sum direction in the channel of the largest |γ|."""
+    layer = norm_layer(kind) if affine else kind(2, 6, False, gamma).double()
+    x = torch.full((1, 6, 4, 4), 0.3, dtype=torch.double)
+    v = torch.zeros_like(x)
+    v[0, 0, 0, 0], v[0, 0, 1, 1] = 1e-7, -1e-7
+    ratio = (layer(x + v) - layer(x)).norm() / v.norm()
+    assert 0.99 * layer.lipschitz() <= ratio <= layer.lipschitz() * (1 + 1e-6)
+
+
+def test_mgn_merged_equals_its_definition():
+    layer, x = norm_layer(MGN), torch.randn(3, 6, 4, 5, dtype=torch.double)
+    g = x.view(3, 2, -1)
+    expected = (g - g.mean(2, keepdim=True)).view_as(x) * layer.weight[:, None, None] + layer.bias[:, None, None]
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(GN(2, 6).double()(x), F.group_norm(x, 2))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_mgn_compiled_is_the_same(affine, dtype):
+    """Under the compiler the shift of the channels is a product of matrices: same values, same gradients."""
+    torch.manual_seed(0)
+    norm = MGN(4, 12, affine, gamma=1.5).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    for p in norm.parameters():
+        p.data.uniform_(-1, 1)
+    y = torch.randn(3, 12, 5, 4, dtype=norm.weight.dtype if affine else torch.float64).requires_grad_()
+    cot, found = torch.randn_like(y), []
+    for forward in (norm.forward, torch.compile(norm.forward, backend="aot_eager")):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = forward(y)
+        found.append([out, *torch.autograd.grad((out * cot).sum(), [y, *norm.parameters()])])
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_mgn_without_affine_respects_gamma():
+    """Without parameters the scale is min(1, γ̄), so that the closed form L̄ = γ̄·c·a holds for small γ̄ as well."""
+    assert MGN(2, 6, affine=False, gamma=0.5).lipschitz() == 0.5
+    assert MGN(2, 6, affine=False, gamma=3.0).lipschitz() == 1.0
+
+
+def test_gamma_is_clipped():
+    layer = MGN(2, 6, gamma=0.8)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([3.0, -3, 0.5, -0.5, 0, 1]))
+    layer.constrain()
+    torch.testing.assert_close(layer.weight.detach(), torch.tensor([0.8, -0.8, 0.5, -0.5, 0, 0.8]))
+    free = MGN(2, 6, gamma=None)
+    with torch.no_grad():
+        free.weight.fill_(3.0)
+    free.constrain()
+    assert free.max_scale() == 3.0 and free.lipschitz() == float("inf")
+
+
+@pytest.mark.parametrize("a", [0.1, 0.4, 1.0])
+def test_srelu(a):
+    layer = SReLU(a)
+    x, y = torch.randn(500, 20).abs(), torch.randn(500, 20).abs()
+    torch.testing.assert_close(
+        (layer(x) - layer(y)).norm(dim=1), a * (x - y).norm(dim=1)
+    )  # attained for positive pairs
+    x, y = torch.randn(500, 20), torch.randn(500, 20)
+    assert ((layer(x) - layer(y)).norm(dim=1) <= layer.lipschitz() * (x - y).norm(dim=1) * (1 + 1e-6)).all()
+
+
+def test_dropout():
+    layer = VariationalDropout(0.3).train()
+    x = torch.randn(50, 8, 2, 2)
+    mask = layer.draw(50, 8, x)
+    gain = layer(x, mask).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)
+    assert (gain <= layer.lipschitz() * (1 + 1e-6)).all()
+    one = F.one_hot(mask.argmax(1), 8)[:, :, None, None] * torch.ones_like(x)  # a channel that is kept: the witness
+    assert (layer(one, mask).norm() / one.norm()) >= 0.99 * layer.lipschitz()
+    assert layer.lipschitz(train=False) == 1.0 and layer.eval().draw(50, 8, x) is None
+    with pytest.raises(ValueError, match=r"p = 1\.0"):
+        VariationalDropout(1.0)
+
+
+@pytest.mark.parametrize("s", [1, 2, 4, 8])
+def test_up_is_attained_everywhere(s):
+    x = torch.randn(3, 2, 4, 4, dtype=torch.double)
+    torch.testing.assert_close(Up(s)(x).norm(), Up(s).lipschitz() * x.norm())
+
+
+def big_conv(*args, weight_norm=False, scale=1.0, **kw):
+    torch.manual_seed(0)
+    conv = Conv(*args, c=2.0, weight_norm=weight_norm, **kw)
+    with torch.no_grad():
+        conv.weight.normal_(0, scale)
+        if weight_norm:
+            conv.g.fill_(5.0)
+    return conv
+
+
+def true_norm(conv):
+    """Dense singular values of the operator that the forward pass applies."""
+    cin = conv.weight.shape[1]
+    eye = torch.eye(cin * conv.size[0] * conv.size[1]).view(-1, cin, *conv.size)
+    with torch.no_grad():
+        return torch.linalg.matrix_norm(conv(eye).flatten(1).double(), 2).item()
+
+
+GEOMETRIES = [
+    dict(k=3, stride=1, size=(8, 8)),
+    dict(k=3, stride=2, size=(8, 8)),
+    dict(k=1, stride=1, size=(4, 4)),
+    dict(k=3, stride=1, size=(2, 2)),
+    dict(k=3, stride=2, size=(4, 6)),
+]
+
+
+@pytest.mark.parametrize("weight_norm", [False, True])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_constraint_on_the_operator_in_use(geometry, weight_norm):
+    """After ``constrain`` the dense norm is at most c and not needlessly small; the next forward pass does not undo it."""
+    conv = big_conv(3, 5, weight_norm=weight_norm, **geometry)
+    assert true_norm(conv) > 2
+    conv.constrain()
+    conv(torch.randn(1, 3, *conv.size))
+    assert 1.5 < true_norm(conv) <= 2
+    before = conv.kernel().detach().clone()
+    conv.constrain()
+    assert torch.equal(before, conv.kernel().detach())  # a projection: nothing changes the second time
+
+
+def test_small_weights_are_left_alone():
+    conv = big_conv(3, 5, k=3, size=(8, 8), scale=0.01)
+    before = conv.weight.detach().clone()
+    conv.constrain()
+    assert torch.equal(before, conv.weight.detach())
+
+
+@pytest.mark.parametrize("how", ["copy", "save", "load", "eval"])
+def test_constraint_survives(how):
+    """Copies, saved and loaded models are constrained on the weights they have, whatever was known before."""
+    conv = big_conv(3, 5, k=3, size=(8, 8))
+    conv.constrain()
+    if how == "copy":
+        conv = copy.deepcopy(conv)
+    elif how == "save":
+        file = io.BytesIO()
+        torch.save(conv, file)
+        file.seek(0)
+        conv = torch.load(file, weights_only=False)
+    elif how == "load":
+        conv.load_state_dict(big_conv(3, 5, k=3, size=(8, 8), scale=2.0).state_dict())
+    else:
+        conv.eval()
+    with torch.no_grad():
+        conv.weight.add_(0.3 * torch.randn_like(conv.weight))
+    conv.constrain()
+    assert true_norm(conv) <= 2
+
+
+def test_true_norm_never_above_c_in_500_steps():
+    """Adam pushes against the constraint as hard as it can; the dense norm is checked after every step."""
+    torch.manual_seed(0)
+    convs = [Conv(4, 6, g["k"], g["stride"], 2.0, (6, 6) if g["size"] == (8, 8) else g["size"]) for g in GEOMETRIES]
+    inputs = [torch.randn(4, 4, *conv.size) for conv in convs]
+    optimizer = torch.optim.Adam([p for conv in convs for p in conv.parameters()], lr=1e-2)
+    worst = 0.0
+    for _ in range(500):
+        optimizer.zero_grad()
+        (-sum(conv(x).pow(2).mean() for conv, x in zip(convs, inputs, strict=True))).backward()
+        optimizer.step()
+        for conv in convs:
+            conv.constrain()
+            worst = max(worst, true_norm(conv))
+    assert 1.9 < worst <= 2.0
+
+
+def test_paths_compose():
+    """Down and up paths: product of the parts, and no pair of points exceeds it."""
+
+    def pair(cin, cout, k, stride, size):
+        return ConvNorm(Conv(cin, cout, k, stride, 2.0, size), MGN(2, cout, gamma=0.9))
+
+    down = DownPath([pair(4, 4, 3, 2, (8, 8)), pair(4, 6, 3, 2, (4, 4))], 0.5)
+    up = UpPath(pair(6, 4, 1, 1, (2, 2)), 2)
+    assert down.lipschitz() == pytest.approx(2 * 0.9 * 0.5 * 2 * 0.9)
+    assert up.lipschitz() == pytest.approx(2 * 0.9 * 4)
+    assert Chain(up, SReLU(0.5)).lipschitz() == pytest.approx(2 * 0.9 * 4 * 0.5)
+    for path, shape in ((down, (50, 4, 8, 8)), (up, (50, 6, 2, 2))):
+        with torch.no_grad():
+            for p in path.parameters():
+                if p.ndim == 4:
+                    p.normal_()
+        for conv in path.modules():
+            if isinstance(conv, Conv):
+                conv.constrain()
+        x, y = torch.randn(shape), torch.randn(shape)
+        ratio = (path(x) - path(y)).flatten(1).norm(dim=1) / (x - y).flatten(1).norm(dim=1)
+        assert (ratio <= path.lipschitz()).all()
+
+
+def test_conv_witness():
+    """The leading singular vector reaches 0.99 of the constraint."""
+    conv = big_conv(3, 5, k=3, size=(8, 8)).double()
+    conv.constrain()
+    assert 0.99 * conv_norm(conv.weight.detach(), **conv.geometry()).value <= true_norm_double(conv)
+
+
+def true_norm_double(conv):
+    cin = conv.weight.shape[1]
+    eye = torch.eye(cin * conv.size[0] * conv.size[1], dtype=torch.double).view(-1, cin, *conv.size)
+    return torch.linalg.matrix_norm(conv(eye).flatten(1).detach(), 2).item()
+
+
+def test_bad_groups():
+    with pytest.raises(ValueError, match="channels = 6: must be divisible by groups = 4"):
+        MGN(4, 6)
+
+
+@pytest.mark.parametrize("form", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("shape", [(3, 160, 32, 32), (2, 128, 5, 3), (2, 640, 1, 1), (3, 8, 16, 16)])
+def test_norm_of_wide_maps_in_a_solve(shape, form):
+    """Wide maps are summed another way in a solve: the same norm up to rounding, and the factor in front of it enters."""
+    torch.manual_seed(0)
+    norm = MGN(8, shape[1])
+    norm.weight.data.uniform_(-1, 1), norm.bias.data.normal_()
+    y = (5 + torch.randn(shape)).to(memory_format=form)
+    exact = copy.deepcopy(norm).double()(0.3 * y.double())
+    with torch.no_grad():
+        solved = normed(norm, y.clone(memory_format=torch.preserve_format), 0.3)
+    torch.testing.assert_close(solved, exact.float(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(normed(norm, y, 0.3), exact.float(), atol=2e-5, rtol=0)
+
+
+def test_fusion_weights_must_not_vanish():
+    with pytest.raises(ValueError, match=r"weights\[0\] = \[0.0, 0.0\]: must be non-zero off the diagonal"):
+        Fusion([[None, None], [None, None]], [[0, 0], [1, 0]], None)
+
+
+def every_module(norm):
+    """One of each public module with a norm of this kind, (module, arguments): all classes of layers and blocks."""
+
+    def pair(cin, cout, k, stride=1):
+        return ConvNorm(Conv(cin, cout, k, stride, size=(8, 8)), norm(2, cout))
+
+    x, low, mask = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 4, 4), torch.rand(2, 4).round()
+    floor = torch.rand(2, 4)
+    paths = [[None, UpPath(pair(4, 4, 1), 1)], [DownPath([pair(4, 4, 3, 2)], 0.5), None]]
+    block = ResidualBlock(lambda i, o: Conv(i, o), lambda c: norm(2, c), 4, 2, 0.5, 0.3, 0.5)
+    kind = "mgn" if norm is MGN else "gn"
+    cfg = configure("cpu", n=2, channels=(4, 4), image_size=8, groups=2, expansion=2, norm=kind)
+    return [
+        (norm(2, 4), (x,)),
+        (norm(2, 4, affine=False), (x,)),
+        (Conv(4, 4), (x,)),
+        (SReLU(0.5), (x,)),
+        (SReLU(1.0), (x,)),
+        (VariationalDropout(0.3), (x, mask)),
+        (Up(2), (x,)),
+        (Chain(norm(2, 4), SReLU(0.5)), (x,)),
+        (pair(4, 4, 3), (x,)),
+        (DownPath([pair(4, 4, 3, 2), pair(4, 4, 3, 2)], 0.5), (x,)),
+        (UpPath(pair(4, 4, 1), 1), (low,)),
+        (block, (x,)),
+        (block, (x, torch.randn_like(x), mask)),
+        (PostFusion(pair(4, 4, 1), 0.5), (x,)),
+        (PostFusion(pair(4, 4, 1), 0.5), (x, floor, 0.7)),
+        (Fusion(paths, [[0, 1], [1, 0]], 0.3), ([x, low],)),
+        (FixedPointMap(cfg), ([x, low], torch.randn_like(x), [mask, None])),
+    ]
+
+
+def tensors(tree):
+    """All tensors of nested lists and tuples."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [t for part in tree for t in tensors(part)] if isinstance(tree, list | tuple) else []
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("form", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("norm", [GN, MGN])
+def test_no_module_touches_its_input(norm, form, mode):
+    """Every public module, with and without a graph: input untouched, two calls with equal values."""
+    torch.manual_seed(0)
+    seen = {GN, MGN}
+    for module, arguments in every_module(norm):
+        seen.add(type(module))
+        for t in tensors(arguments):
+            if t.dim() == 4:
+                t.data = t.contiguous(memory_format=form)
+        before = [t.clone() for t in tensors(arguments)]
+        with mode():
+            first = [t.clone() for t in tensors(module(*arguments))]
+            second = tensors(module(*arguments))
+        for a, b in zip(before, tensors(arguments), strict=True):
+            assert torch.equal(a, b), type(module).__name__
+        for a, b in zip(first, second, strict=True):
+            assert torch.equal(a, b), type(module).__name__
+    public = {
+        c
+        for home in (layers, blocks)
+        for c in vars(home).values()
+        if isinstance(c, type) and issubclass(c, torch.nn.Module) and not c.__name__.startswith("_")
+    }
+    assert seen == public  # a new module must be tried here as well
+
+
+# ---------------------------------------------------------------- the constraint between two proofs
+
+
+@pytest.mark.parametrize("stride, size", [(1, (8, 8)), (2, (8, 8)), (2, (7, 5)), (1, (2, 2))])
+def test_estimated_norm_is_from_below_and_close(stride, size):
+    torch.manual_seed(0)
+    conv = Conv(4, 6, 3, stride, 1.0, size).double()
+    true = conv_norm(conv.kernel().detach(), size, stride=stride, padding=1).value
+    for _ in range(40):
+        found = float(conv.estimate())
+    assert 0.97 * true <= found <= true * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("weight_norm", [False, True])
+def test_attack_between_proofs_stays_below_c(weight_norm):
+    """Adam pushes the norm up at every step; only power steps hold it, for as long as a run goes without a proof."""
+    torch.manual_seed(0)
+    conv = Conv(8, 12, 3, 1, 2.0, (6, 6), weight_norm)
+    conv.constrain()
+    adam, worst, largest = torch.optim.Adam(conv.parameters(), lr=4e-3), 0.0, 0.0
+    x = torch.randn(1, 8, 6, 6)
+    for step in range(150):
+        adam.zero_grad()
+        x = (x / x.norm()).detach().requires_grad_()
+        (-conv(x).norm()).backward()
+        x = x.grad  # follow the direction in which the operator is largest
+        adam.step()
+        assert conv.constrain(prove=False) == 0.0
+        if step % 10 == 9:
+            true = conv_norm(conv.kernel().detach(), (6, 6), padding=1).value
+            worst, largest = max(worst, true / 2.0), max(largest, float(conv.estimate()) / 2.0)
+    assert 0.9 < largest <= worst <= 1.0
+
+
+def test_constrain_says_how_far_above_c_it_found_a_norm():
+    torch.manual_seed(0)
+    conv = Conv(4, 4, 1, 1, 1.0, (4, 4)).double()
+    assert conv.constrain() <= 1.0
+    with torch.no_grad():
+        conv.weight.mul_(1.5 / torch.linalg.matrix_norm(conv.weight[:, :, 0, 0], 2))
+    assert conv.constrain() == pytest.approx(1.5, rel=1e-3)
+    assert conv.constrain() <= 1.0
+    assert Conv(4, 4, 1, c=None).constrain() == 0.0
+
+
+def test_forgetting_makes_the_estimate_a_function_of_the_weights():
+    torch.manual_seed(0)
+    one, two = Conv(4, 4, 3, 1, 1.0, (6, 6)), Conv(4, 4, 3, 1, 1.0, (6, 6))
+    for _ in range(5):
+        one.estimate()
+    two.load_state_dict(one.state_dict())
+    one.forget()
+    assert torch.equal(one.estimate(), two.estimate())

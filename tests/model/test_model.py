@@ -1,0 +1,254 @@
+"""The model: f against a plain re-statement of the paper's equations, constants from the tree, sizes, bad input."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lipmdeq.model import ABLATIONS, build, configure
+from lipmdeq.model.layers import Conv
+from lipmdeq.norms import lower_norm
+from lipmdeq.solvers import Anderson
+from lipmdeq.solvers.gradients import Implicit, Unrolled
+
+VARIANTS = [("mdeq", None), ("lipschitz", None)] + [("lipschitz", s) for s in ABLATIONS]
+
+
+def small(model="lipschitz", ablation=None, seed=0, **changes):
+    """A small model with four branches, norms of different scale and shift, weights large enough to matter."""
+    torch.manual_seed(seed)
+    net = build("cpu", model, ablation, **changes).double()
+    with torch.no_grad():
+        for name, p in net.f.named_parameters():
+            if name.endswith("bias"):
+                p.normal_(0, 0.3)
+            elif p.ndim == 1:
+                p.copy_(torch.rand_like(p) * 2 - 1)
+            else:
+                p.normal_(0, 0.1)
+    net.constrain()
+    return net.to(memory_format=torch.channels_last)
+
+
+def norm_ref(norm, y, mean_only):
+    """GN and MGN from their definitions."""
+    b, c, h, w = y.shape
+    g = y.reshape(b, norm.groups, -1)
+    g = g - g.mean(2, keepdim=True)
+    if not mean_only:
+        g = g / (g.pow(2).mean(2, keepdim=True) + 1e-5).sqrt()
+    g = g.reshape(b, c, h, w)
+    scale = norm.fixed if norm.weight is None else norm.weight[:, None, None]
+    return g * scale + (0 if norm.bias is None else norm.bias[:, None, None])
+
+
+def f_ref(net, z, u, masks):
+    """M1–M3 / L1–L3 written out as in the paper, operation by operation, with nothing merged."""
+    cfg, f, n = net.cfg, net.f, net.cfg.n
+
+    def act(t):
+        return torch.clamp(cfg.a * t, min=0)
+
+    def norm(layer, t):
+        return norm_ref(layer, t, cfg.norm == "mgn")
+
+    hat = []
+    for i, block in enumerate(f.residual):
+        y = F.conv2d(z[i], block.conv1.kernel(), padding=1)
+        y = F.conv2d(act(norm(block.norm1, y)), block.conv2.kernel(), padding=1)
+        y = y * masks[i][:, :, None, None] if masks[i] is not None else y
+        y = norm(block.norm2, y + u if i == 0 else y)
+        y = (1 - cfg.alpha1) * z[i] + cfg.alpha1 * y if cfg.mix1 else z[i] + y
+        hat.append(norm(block.norm3, act(y)))
+    out = []
+    for i in range(n):
+        total = 0
+        for j in range(n):
+            if i == j:
+                continue
+            path, y = f.fusion.paths[f"{j + 1}to{i + 1}"], hat[j]
+            if j < i:
+                for step, (conv, layer) in enumerate(path.pairs):
+                    y = norm(layer, F.conv2d(y, conv.kernel(), stride=2, padding=1))
+                    y = act(y) if step < i - j - 1 else y
+            else:
+                y = norm(path.pair.norm, F.conv2d(y, path.pair.conv.kernel()))
+                y = y.repeat_interleave(2 ** (j - i), 2).repeat_interleave(2 ** (j - i), 3)
+            total = total + f.fusion.weights[i][j] * y
+        t = (1 - cfg.alpha2) * hat[i] + cfg.alpha2 * total if cfg.mix2 else hat[i] + total
+        conv, layer = f.post[i].pair
+        out.append(norm(layer, F.conv2d(act(t), conv.kernel())))
+    return out
+
+
+def random_state(net, batch=3, seed=1):
+    torch.manual_seed(seed)
+    u = torch.randn(batch, net.cfg.channels[0], *net.cfg.sizes()[0], dtype=torch.double)
+    u = u.to(memory_format=torch.channels_last)
+    return [torch.randn_like(t) for t in net.z0(u)], u
+
+
+@pytest.mark.parametrize("model,ablation", VARIANTS)
+def test_f_is_the_paper(model, ablation):
+    net = small(model, ablation).train()
+    z, u = random_state(net)
+    masks = net.f.masks(u)
+    keep = [t.clone() for t in z]
+    expected = f_ref(net, z, u, masks)
+    recorded = net.f(z, u, masks)
+    with torch.no_grad():
+        solved = net.f(z, u, masks)  # merges in place, must neither differ nor touch its input
+    for e, r, s, k, t in zip(expected, recorded, solved, keep, z, strict=True):
+        torch.testing.assert_close(r, e)
+        torch.testing.assert_close(s, e)
+        assert torch.equal(k, t)
+
+
+@pytest.mark.parametrize("model,ablation", VARIANTS)
+def test_gradients_of_f(model, ablation):
+    """Gradients to z, u and every parameter equal those of the plain re-statement."""
+    net = small(model, ablation).train()
+    z, u = random_state(net, 2)
+    leaves = [t.requires_grad_() for t in [*z, u]] + list(net.f.parameters())
+    masks = net.f.masks(u)
+    v = [torch.randn_like(t) for t in z]
+    got = torch.autograd.grad(net.f(z, u, masks), leaves, v)
+    want = torch.autograd.grad(f_ref(net, z, u, masks), leaves, v)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("a", [0.1, 0.4, 1.0])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_constant_from_the_tree_is_the_closed_form(a, train, n):
+    net = build("cpu", a=a, n=n, gamma=0.9)
+    for tree, closed in (("frobenius", "reported"), ("spectral", "spectral"), ("perron", "perron")):
+        assert net.f.lipschitz(train=train, reading=tree) == pytest.approx(
+            net.cfg.spec().L(closed, train=train), rel=1e-9
+        )
+
+
+@pytest.mark.parametrize("ablation", [s for s in ABLATIONS if s not in ("S1", "S2", "S3")])
+@pytest.mark.parametrize("train", [True, False])
+def test_one_name_is_one_ablation(ablation, train):
+    """The model that a name builds has the constant that the closed form gives for the same name."""
+    net = build("cpu", ablation=ablation)
+    closed = net.cfg.spec().ablation(ablation, train=train)
+    for tree, reading in (("frobenius", "reported"), ("spectral", "spectral"), ("perron", "perron")):
+        assert net.f.lipschitz(train=train, reading=tree) == pytest.approx(closed.L(reading), rel=1e-9)
+
+
+@pytest.mark.parametrize("row", ["S6", "S7"])
+def test_without_alpha2_the_softmax_stays_or_goes(row):
+    """B4: as in the text f keeps its softmax weights; as the authors' code ran it, f adds plainly. The maps differ."""
+    text, run = small(ablation=row).eval(), small(ablation=f"{row}-sum").eval()
+    run.load_state_dict(text.state_dict())
+    assert run.f.fusion.weights[0][1:] == [1.0] * 3 != text.f.fusion.weights[0][1:]
+    z, u = random_state(text)
+    with torch.no_grad():
+        one, other = text.f(z, u), run.f(z, u)
+    assert (other[0] - one[0]).norm() > 0.1 * one[0].norm()
+
+
+def test_free_parts_have_no_constant():
+    for ablation in ("S1", "S3"):
+        assert build("cpu", ablation=ablation).f.lipschitz() == float("inf")
+    assert build("cpu", "mdeq").f.lipschitz() == float("inf")
+    assert build("cpu", ablation="S2").f.lipschitz() > 1e6  # GN: 1/sqrt(eps) at every norm
+
+
+@pytest.mark.parametrize(
+    "preset,count,paper",
+    [("paper-cifar10", 11_094_134, 10e6), ("paper-imagenet", 16_806_504, 18e6), ("mdeq-tiny", 158_578, 0.17e6)],
+)
+def test_sizes_of_the_presets(preset, count, paper):
+    """The sizes that the published widths give; the papers round them to 10M, 18M and 0.17M."""
+    assert sum(p.numel() for p in build(preset).parameters()) == count
+    assert count == pytest.approx(paper, rel=0.12)
+
+
+def test_paper_model_has_28_convolutions():
+    assert sum(isinstance(m, Conv) for m in build("paper-cifar10").f.modules()) == 28
+
+
+def test_masks():
+    """One per sample and channel, kept at rate 1-p and scaled; off in test mode."""
+    net = build("cpu").train()
+    u = torch.zeros(4000, 8, 1, 1)
+    masks = net.f.masks(u)
+    assert [m.shape for m in masks] == [(4000, c) for c in net.cfg.channels]
+    assert {round(v, 4) for v in masks[0].unique().tolist()} == {0.0, round(1 / 0.7, 4)}
+    assert abs(masks[0].mean() - 1) < 0.05
+    assert net.eval().f.masks(u) == [None] * 4
+
+
+def test_images_of_another_size_and_copies():
+    net = build("digits").eval()
+    net.largest_image = 16
+    x = torch.randn(2, 1, 16, 16)
+    assert torch.equal(net(x), copy.deepcopy(net)(x))
+
+
+def test_images_without_a_bound_are_refused():
+    """The constraint is for the maps of the configuration: larger ones need a certificate, smaller ones are parts of them."""
+    net = build("digits").eval()
+    for h, w in ((32, 32), (8, 16), (16, 8)):
+        x = torch.randn(1, 1, h, w)
+        for run in (net, net.equilibrium):
+            with pytest.raises(
+                ValueError, match=f"image size = {h}x{w}: must be at most 8x8.*certify.model, {max(h, w)}"
+            ):
+                run(x)
+    with pytest.raises(ValueError, match="image size = 6x8: must be multiples of 4"):
+        net(torch.randn(1, 1, 6, 8))
+    assert net(torch.randn(2, 1, 4, 8)).shape == build("digits", "mdeq").eval()(torch.randn(2, 1, 8, 16)).shape
+    with torch.no_grad():
+        for p in net.f.parameters():
+            p.normal_()
+    net.constrain()
+    for conv in (m for m in net.f.modules() if isinstance(m, Conv)):
+        h = conv.size[0]
+        for size in {(h, max(1, h // 2)), (max(1, h // 2), h), (max(1, h // 2),) * 2}:
+            assert lower_norm(conv.kernel(), size, stride=conv.stride, padding=conv.padding).value <= conv.c
+
+
+def test_the_stem_learns():
+    """Gradients of the loss reach the stem through z*, and are those of a model whose z* is unrolled."""
+    net = small().train()
+    x, v = torch.randn(2, 3, 16, 16, dtype=torch.double), None
+    found = []
+    for adjoint in (Implicit(Anderson(tol=1e-9, max_iter=60)), Unrolled(40)):
+        torch.manual_seed(3)  # the same dropout masks
+        net.zero_grad()
+        z, _ = net.equilibrium(x, Anderson(tol=1e-9, max_iter=60), adjoint)
+        v = v or [torch.randn_like(t) for t in z]
+        sum((a * b).sum() for a, b in zip(z, v, strict=True)).backward()
+        found.append([p.grad.clone() for p in net.stem.parameters()])
+    for implicit, unrolled in zip(*found, strict=True):
+        assert implicit.norm() > 1e-3
+        torch.testing.assert_close(implicit, unrolled, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "changes,text",
+    [
+        ({"a": 7}, "a = 7"),
+        ({"a": 0.0}, "a = 0.0"),
+        ({"c": -1.0}, "c = -1.0"),
+        ({"alpha1": 1.0}, "alpha1 = 1.0"),
+        ({"p": 1.0}, "p = 1.0"),
+        ({"n": 2.5}, "n = 2.5"),
+        ({"n": 9}, "n = 9"),
+        ({"groups": 3}, "channels = 8"),
+        ({"image_size": 20}, "image_size = 20"),
+        ({"norm": "bn"}, "norm = 'bn'"),
+        ({"slope": 0.4}, "slope"),
+        ({"preset": "huge"}, "preset = 'huge'"),
+        ({"ablation": "S9"}, "ablation = 'S9'"),
+    ],
+)
+def test_bad_input(changes, text):
+    with pytest.raises(ValueError, match=text.replace(".", r"\.")):
+        configure(**{"preset": "cpu", **changes})
