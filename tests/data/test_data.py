@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lipmdeq.data import DataError, fetch, files, load
+from lipmdeq.data import DataError, area_downsample, crop_and_flip, fetch, files, load, mean_std
 from lipmdeq.data import datasets as data
 from lipmdeq.data.sampling import Plan, stratified_permutation
 
@@ -95,10 +95,10 @@ def test_normalised_training_images_have_mean_0_and_deviation_1():
 
 def test_mean_std_agrees_with_numpy():
     x = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (50, 3, 6, 6), dtype=np.uint8))
-    mean, std = data.mean_std(x)
+    mean, std = mean_std(x)
     assert np.allclose(mean, x.numpy().mean((0, 2, 3)) / 255, rtol=1e-12)
     assert np.allclose(std, x.numpy().std((0, 2, 3)) / 255, rtol=1e-12)
-    assert data.mean_std(torch.zeros(2, 1, 4, 4, dtype=torch.uint8)) == ((0.0,), (1e-3,))
+    assert mean_std(torch.zeros(2, 1, 4, 4, dtype=torch.uint8)) == ((0.0,), (1e-3,))
 
 
 def test_damaged_digits_are_refused(monkeypatch):
@@ -220,7 +220,7 @@ def test_area_downsample_is_the_rounded_block_mean():
     for size in (12, 6, 4, 2):
         s = 12 // size
         mean = x.double().reshape(5, 3, size, s, size, s).mean((3, 5))
-        assert torch.equal(data.area_downsample(x, size), torch.floor(mean + 0.5).to(torch.uint8))
+        assert torch.equal(area_downsample(x, size), torch.floor(mean + 0.5).to(torch.uint8))
     d = load("digits", resolution=4)
     assert d.size == 4 and d.train.images.shape == (1437, 1, 4, 4)
 
@@ -229,7 +229,7 @@ def test_crop_and_flip_picks_the_window_that_u_says():
     x = torch.from_numpy(np.random.default_rng(2).integers(1, 256, (64, 3, 8, 8), dtype=np.uint8))
     u = torch.rand(64, 3, generator=torch.Generator().manual_seed(0))
     u[0], u[1] = torch.zeros(3), torch.full((3,), 1 - 2**-24)  # the ends of the range
-    y = data.crop_and_flip(x, 2, u)
+    y = crop_and_flip(x, 2, u)
     windows = set()
     for k in range(64):
         top, left = int(u[k, 0] * 5), int(u[k, 1] * 5)
