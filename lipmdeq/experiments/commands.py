@@ -36,7 +36,7 @@ def add_train(commands) -> None:
         "train",
         help="train a model, or go on training it; all parameters as in notebooks/train.ipynb",
         description="Train a model, or go on where it was stopped. Under torchrun the batch is shared by the processes.",
-        epilog="parameters: " + ", ".join(RunConfig.__dataclass_fields__),
+        epilog="parameters: " + ", ".join(RunConfig.model_fields),
     )
     parser.add_argument("-f", "--file", metavar="config.yaml", help="parameters from a file, e.g. of configs/")
     parser.add_argument(

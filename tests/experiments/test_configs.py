@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -206,6 +205,9 @@ BAD = [
     ({"block": "potential", "a": 0.4}, "a = 0.4: belongs to block = 'paper'; must be left out for block"),
     ({"block": "potential", "ablation": "S1"}, "ablation = 'S1': belongs to block = 'paper'; must be left out"),
     ({"block": "potential", "model": "mdeq"}, "model = 'mdeq': belongs to block = 'paper'; must be left out"),
+    ({"block": "potential", "c": 0.5}, "c = 0.5: belongs to block = 'paper'; must be left out for block = 'potential'"),
+    ({"gamma": 0.5}, "gamma = 0.5: belongs to block = 'paper'; must be left out for block = 'potential'"),
+    ({"alpha1": 0.4}, "alpha1 = 0.4: belongs to block = 'paper'; must be left out for block = 'potential'"),
     ({"tau": 0}, "tau = 0: must be in (0, 1)"),
     ({"tau": 1}, "tau = 1: must be in (0, 1)"),
     ({"tau": float("nan")}, "tau = nan: must be in (0, 1)"),
@@ -314,6 +316,14 @@ def test_block_follows_from_what_is_given():
     assert RunConfig(block="potential", injection="first").injection == "first"
 
 
+def test_defaults_of_the_papers_block_are_no_contradiction():
+    """Records of the certified family name c, gamma and alpha1 too, at their defaults."""
+    cfg = RunConfig(block="potential", c=2, gamma=1.0, alpha1=0.5)
+    assert cfg == RunConfig() == RunConfig.from_mapping(cfg.to_dict())
+    for name, value in {"c": 1.0, "gamma": 0.5, "alpha1": 0.4}.items():
+        assert getattr(RunConfig(a=0.4, **{name: value}), name) == value
+
+
 def test_old_records_are_of_the_papers_block():
     """Records from before there was a choice say nothing about block and injection: they mean the paper's."""
     from lipmdeq.model import ModelConfig
@@ -418,13 +428,13 @@ def test_parameters_cell_says_what_the_package_says():
     cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
     assert cells[0]["metadata"]["tags"] == ["parameters"]
     lines = "".join(cells[0]["source"]).splitlines()
-    assert len(lines) == len(fields(RunConfig))
+    assert len(lines) == len(RunConfig.model_fields)
     space: dict = {}
     exec("\n".join(lines), space)
-    for line, f in zip(lines, fields(RunConfig), strict=True):
-        assert line.startswith(f"{f.name}: ")
-        assert line.endswith(f"  # {f.metadata['help']}")
-        assert RunConfig(**{f.name: space[f.name]}) == RunConfig()
+    for line, (name, field) in zip(lines, RunConfig.model_fields.items(), strict=True):
+        assert line.startswith(f"{name}: ")
+        assert line.endswith(f"  # {field.description}")
+        assert RunConfig(**{name: space[name]}) == RunConfig()
 
 
 @pytest.mark.parametrize(
