@@ -179,6 +179,7 @@ def add_tables(commands) -> None:
     parser = commands.add_parser("tables", help="write the paper's tables and figures from the records of runs")
     parser.add_argument("--protocol", default="cpu", help="folder of configs/ and results/ (default: cpu)")
     parser.add_argument("--tables", metavar="a,b", help="only these of table1,table2,table3,figure4")
+    parser.add_argument("--only", metavar="a,b", help="only these files, e.g. table1.md,figure3.svg")
     parser.add_argument("--out", metavar="folder", help="where to write (default: results/<protocol>/tables)")
     parser.set_defaults(run=run_tables)
 
@@ -189,6 +190,6 @@ def run_tables(args: argparse.Namespace) -> int:
     from lipmdeq.experiments.tables import TABLES
 
     names = args.tables.split(",") if args.tables else TABLES
-    written = write(args.protocol, out=args.out, names=names)
+    written = write(args.protocol, out=args.out, names=names, only=args.only.split(",") if args.only else None)
     print(f"{len(written)} files in {written[0].parent}")
     return 0

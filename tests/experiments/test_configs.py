@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lipmdeq.bounds import LipschitzSpec
+from lipmdeq.experiments.figures import FIGURES, is_drawn
 from lipmdeq.experiments.parameters import ABLATIONS, PRESETS, ParameterError, RunConfig
 from lipmdeq.experiments.tables import SHARED, load
 from lipmdeq.experiments.tables import TABLES as PRINTED
@@ -470,9 +471,16 @@ def planned(folder: Path) -> list[str]:
     return sorted(f"{rule} {files}" if rule == "run" else rule for rule, files in found)
 
 
+def made(folder: Path) -> list[str]:
+    """The tables and figures that `snakemake -n` would make, sorted."""
+    done = graph(folder, "-n", *COMPLETE)
+    found = re.findall(r"^ *output: results/cpu/tables/(\w+)[.](?:md|svg)", done.stdout + done.stderr, re.M)
+    return sorted(found)
+
+
 @pytest.mark.slow
 def test_graph_runs_what_is_missing_and_no_more(tmp_path):
-    """In a fresh clone, where the times of files are arbitrary, nothing; without a record its run and the tables."""
+    """In a fresh clone, where the times of files are arbitrary, nothing; without a record its run and what shows it."""
     for name in ("Snakefile", "profiles", "configs", "results"):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
@@ -484,13 +492,25 @@ def test_graph_runs_what_is_missing_and_no_more(tmp_path):
     record = tmp_path / "results" / "cpu" / "table1" / "mdeq-pg" / "seed1.json"
     text = record.read_text()
     record.unlink()
-    assert planned(tmp_path) == ["all", "run configs/cpu/table1/mdeq-pg.yaml", "tables"]
+    # Figures 3 and 5 show first seeds only; Figure 4 shows the spread of Table 1
+    assert planned(tmp_path) == ["all", "figure", "run configs/cpu/table1/mdeq-pg.yaml", "table"]
+    assert made(tmp_path) == ["figure4", "table1"]
+    first = record.with_name("seed0.json")
+    first.rename(tmp_path / "kept.json")
+    assert made(tmp_path) == ["figure3", "figure4", "figure5", "table1"]
+    (tmp_path / "kept.json").rename(first)
     record.write_text(text)  # newer than the tables, as after a kill, but the tables are made from it already
     assert planned(tmp_path) == []
     table = tmp_path / "results" / "cpu" / "tables" / "table1.md"
     table.write_text(table.read_text().replace("MDEQ", "mdeq"))
     os.utime(table, (1.6e9, 1.6e9))
-    assert planned(tmp_path) == ["all", "tables"], "a table that is not what the records give"
+    assert planned(tmp_path) == ["all", "table"], "a table that is not what the records give"
+    done = graph(tmp_path, "--cores", "1", *COMPLETE)
+    assert done.returncode == 0 and planned(tmp_path) == [], done.stderr[-2000:]
+    assert table.read_bytes() == (ROOT / "results" / "cpu" / "tables" / "table1.md").read_bytes()
+    (table.parent / "figure3.svg").unlink()
+    assert planned(tmp_path) == ["all", "figure"] and made(tmp_path) == ["figure3"]
+    shutil.copy(ROOT / "results" / "cpu" / "tables" / "figure3.svg", table.parent)
     cfg = RunConfig.from_mapping(json.loads(text)["parameters"])
     config = tmp_path / "configs" / "cpu" / "table1" / "mdeq-pg.yaml"
     plain = config.read_text()
@@ -514,8 +534,11 @@ def test_graph_runs_what_is_missing_and_no_more(tmp_path):
 def test_stored_tables_are_those_of_the_records():
     """`make reproduce` trusts them as they are in a fresh clone."""
     folder = ROOT / "results" / "cpu" / "tables"
-    for name in PRINTED:
-        assert load(name, root=ROOT).is_written(folder), f"{name}: run python -m lipmdeq tables"
+    tables = {name: load(name, root=ROOT) for name in PRINTED}
+    for name, table in tables.items():
+        assert table.is_written(folder), f"{name}: run python -m lipmdeq tables"
+    for name in FIGURES:
+        assert is_drawn(name, tables, folder), f"{name}: run python -m lipmdeq tables"
     for copy, run in SHARED.items():
         for path in (ROOT / "results" / "cpu" / copy).glob("seed*.json"):
             assert path.read_bytes() == (ROOT / "results" / "cpu" / run / path.name).read_bytes(), copy

@@ -374,6 +374,12 @@ def test_files_of_any_subset(root, monkeypatch, capsys):
     assert "2 files in elsewhere" in capsys.readouterr().out
     assert main(["tables", "--tables", "nonsense"]) == 1
     assert "must be one of table1" in capsys.readouterr().err
+    assert main(["tables", "--only", "figure3.svg,table1.csv", "--out", "some"]) == 0
+    assert {p.name: p.read_bytes() for p in Path("some").iterdir()} == {
+        k: first[k] for k in ("figure3.svg", "table1.csv")
+    }
+    assert main(["tables", "--only", "figure9.svg", "--out", "none"]) == 1 and not Path("none").exists()
+    assert "only = 'figure9.svg': must be one of table1.md" in capsys.readouterr().err
 
 
 def test_html_escapes_and_marks_the_paper(root):
