@@ -56,20 +56,14 @@ def guarantee(proof: Certificate, claimed: float | None) -> str:
     return "; ".join(out)
 
 
-def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
-    """The record of a finished run. Accuracy and evaluations are those of the last epoch.
-
-    ``nfe_…`` counts evaluations in a solve, ``calls_train_forward`` also those that only attach the graph (for the phantom
-    gradient: its steps).
-    """
+def _result(run: Run) -> dict:
+    """Accuracy and evaluations of the last epoch, times of all."""
     cfg, last = run.cfg, run.history[-1]
-    model = run.model
-    found = last[cfg.eval_split]
+    found, steps = last[cfg.eval_split], run.steps * cfg.epochs
     seconds = {c: sum(h["seconds"][c] for h in run.history) for c in (*CLOCKS, "train")}
     seconds["evaluation"] = sum(h["seconds"].get("evaluation", 0.0) for h in run.history)
     seconds["run"] = run.past["seconds"] + time.perf_counter() - run.clock
-    steps = run.steps * cfg.epochs
-    result = {
+    return {
         "split": cfg.eval_split,
         **{k: found[k] for k in ("accuracy", "top5", "loss", "images")},
         "nfe_train_forward": last["train"]["nfe_forward"],
@@ -80,9 +74,13 @@ def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
         "seconds": seconds,
         "memory": peak_memory(run.world.device),
     }
+
+
+def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
+    """The sealed record of a finished run, as :class:`lipmdeq.experiments.Record` describes it."""
+    cfg, model, data, result = run.cfg, run.model, run.data, _result(run)
     weights = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    data = run.data
     record = {
         "format": FORMAT,
         "scale": scale_text(cfg, data, weights, run.world),
@@ -91,7 +89,7 @@ def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
         "parameters": cfg.to_dict(),
         "model": {"config": model.cfg.to_dict(), "parameters": weights, "trained": trained},
         "data": {
-            "name": data.name, "train": len(data.train), "evaluated": found["images"], "classes": len(data.classes),
+            "name": data.name, "train": len(data.train), "evaluated": result["images"], "classes": len(data.classes),
             "size": data.size, "sha256": data.sha256,
         },
         "result": result,
