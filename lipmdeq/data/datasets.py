@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
+from lipmdeq.bounds.operations import check_whole
 from lipmdeq.data.fetch import TINY, digits_arrays
 from lipmdeq.data.files import check_images, load_npz
 from lipmdeq.data.images import Dataset, Split, area_downsample, mean_std
-from lipmdeq.data.sampling import stratified_permutation, whole
+from lipmdeq.data.sampling import stratified_permutation
 from lipmdeq.data.streaming import open_folder
 
 SMALL = ("digits", "cifar10", TINY)  # kept in memory
@@ -65,11 +66,11 @@ class Choice:
 def choose(train: Split, test: Split, choice: Choice) -> tuple[Split, Split | None, Split]:
     """Training, validation and test parts of the official splits."""
     order = stratified_permutation(train.labels, choice.seed)
-    rest = len(order) - whole("val_images", choice.val_images, 0, len(order) - 1)
-    count = rest if choice.train_images is None else whole("train_images", choice.train_images, 1, rest)
+    rest = len(order) - check_whole("val_images", choice.val_images, 0, len(order) - 1)
+    count = rest if choice.train_images is None else check_whole("train_images", choice.train_images, 1, rest)
     val = train.take(order[rest:]) if choice.val_images else None
     if choice.test_images is not None:
-        first = whole("test_images", choice.test_images, 1, len(test))
+        first = check_whole("test_images", choice.test_images, 1, len(test))
         test = test.take(stratified_permutation(test.labels, choice.seed)[:first])
     return train.take(order[:count]), val, test
 

@@ -186,10 +186,9 @@ def add_tables(commands) -> None:
 
 def run_tables(args: argparse.Namespace) -> int:
     """Write them; the records are those of the current folder."""
-    from lipmdeq.experiments.figures import write
-    from lipmdeq.experiments.tables import TABLES
+    from lipmdeq.experiments.figures import products, write
 
-    names = args.tables.split(",") if args.tables else TABLES
-    written = write(args.protocol, out=args.out, names=names, only=args.only.split(",") if args.only else None)
+    files = args.only.split(",") if args.only else products(args.tables.split(",")) if args.tables else None
+    written = write(args.protocol, out=args.out, files=files)
     print(f"{len(written)} files in {written[0].parent}")
     return 0

@@ -130,25 +130,22 @@ def figure4(table: Table, table1: Table):
     return fig
 
 
-# Each figure with the tables that it shows; it is written with the first of them.
-FIGURES = {"figure3": ("table1",), "figure5": ("table1",), "figure4": ("figure4", "table1")}
-DRAW = {"figure3": figure3, "figure4": figure4, "figure5": figure5}
+# Each figure, and the tables that it shows; its file belongs to the first of them.
+FIGURES = {"figure3": (figure3, "table1"), "figure5": (figure5, "table1"), "figure4": (figure4, "figure4", "table1")}
 
 
 def products(names: Iterable[str] = TABLES) -> list[str]:
     """The files of some tables: markdown and CSV of each, and the figures."""
     tables = [f"{name}.{end}" for name in names for end in ("md", "csv")]
-    return tables + [f"{figure}.svg" for figure, (home, *_) in FIGURES.items() if home in names]
+    return tables + [f"{figure}.svg" for figure, (_, home, *_) in FIGURES.items() if home in names]
 
 
 def source(figure: str, tables: Mapping[str, Table]) -> str:
     """One hash over all records and printed numbers that a figure shows; Figures 3 and 5 show first seeds of some rows."""
-    shown = [(name, row) for name in FIGURES[figure] for row in tables[name].rows]
-    if figure != "figure4":
-        found = {row.name: [r["sha256"] for r in row.records[:1]] for _, row in shown if row.name in CURVES}
-    else:
-        found = {f"{name}/{row.name}": [row.paper, *(r["sha256"] for r in row.records)] for name, row in shown}
-    return content_sha256(found)
+    rows = {f"{name}/{row.name}": row for name in FIGURES[figure][1:] for row in tables[name].rows}
+    if figure == "figure4":
+        return content_sha256({k: [row.paper, *(r["sha256"] for r in row.records)] for k, row in rows.items()})
+    return content_sha256({k: [r["sha256"] for r in row.records[:1]] for k, row in rows.items() if row.name in CURVES})
 
 
 def is_drawn(figure: str, tables: Mapping[str, Table], folder: str | Path) -> bool:
@@ -157,26 +154,29 @@ def is_drawn(figure: str, tables: Mapping[str, Table], folder: str | Path) -> bo
     return path.exists() and source(figure, tables) in path.read_text("utf8")
 
 
-def write(protocol: str = "cpu", root: str | Path = ".", out: str | Path | None = None, names: Iterable[str] = TABLES,
-          only: Iterable[str] | None = None) -> list[Path]:  # fmt: skip
-    """Write the files of some tables (:func:`products`), or those of ``only``."""
+def write(
+    protocol: str = "cpu", root: str | Path = ".", out: str | Path | None = None, files: Iterable[str] | None = None
+) -> list[Path]:
+    """Write some of the :func:`products`, by default all; returns their paths."""
     folder = Path(out) if out else Path(root) / "results" / protocol / "tables"
-    wanted = list(products(names) if only is None else only)
-    for name in wanted if only is not None else ():
-        if name not in products():
-            raise ValueError(f"only = {name!r}: must be one of {', '.join(products())}")
-    stems = [Path(name).stem for name in wanted if not name.endswith(".svg")]
-    stems += [table for name in wanted if name.endswith(".svg") for table in FIGURES[Path(name).stem]]
-    tables = {name: load(name, protocol, root) for name in dict.fromkeys((*names, *stems) if only is None else stems)}
+    wanted = [(name, *name.split(".")) for name in (products() if files is None else files) if _known(name)]
+    shown = [table for _, stem, end in wanted for table in (FIGURES[stem][1:] if end == "svg" else [stem])]
+    tables = {name: load(name, protocol, root) for name in dict.fromkeys(shown)}
     folder.mkdir(parents=True, exist_ok=True)  # after all names were found to be good
     use_style()
-    for name in wanted:
-        stem, end = name.split(".")
+    for name, stem, end in wanted:
         if end == "svg":
-            fig = DRAW[stem](*(tables[table] for table in FIGURES[stem]))
+            draw, *names = FIGURES[stem]
+            fig = draw(*(tables[table] for table in names))
             save(fig, folder / name, source(stem, tables))
             plt.close(fig)
-            continue
-        with atomic(folder / name) as part:
-            part.write_text(tables[stem].texts()[name], encoding="utf8")
-    return [folder / name for name in wanted]
+        else:
+            with atomic(folder / name) as part:
+                part.write_text(tables[stem].texts()[name], encoding="utf8")
+    return [folder / name for name, *_ in wanted]
+
+
+def _known(name: str) -> bool:
+    if name not in products():
+        raise ValueError(f"file = {name!r}: must be one of {', '.join(products())}")
+    return True

@@ -379,7 +379,7 @@ def test_files_of_any_subset(root, monkeypatch, capsys):
         k: first[k] for k in ("figure3.svg", "table1.csv")
     }
     assert main(["tables", "--only", "figure9.svg", "--out", "none"]) == 1 and not Path("none").exists()
-    assert "only = 'figure9.svg': must be one of table1.md" in capsys.readouterr().err
+    assert "file = 'figure9.svg': must be one of table1.md" in capsys.readouterr().err
 
 
 def test_html_escapes_and_marks_the_paper(root):
