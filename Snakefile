@@ -18,7 +18,7 @@ from snakemake.exceptions import WorkflowError
 
 from lipmdeq.experiments.figures import CURVES, is_drawn, products
 from lipmdeq.experiments.parameters import OneSentence, RunConfig
-from lipmdeq.experiments.record import read_record
+from lipmdeq.experiments.rows import read_run
 from lipmdeq.experiments.tables import SHARED, TABLES as PRINTED, load
 
 PROTOCOL = config.get("protocol", "cpu")
@@ -60,18 +60,11 @@ def wanted(protocol):
 
 def check(record, path, seed):
     """Stop when a record is damaged, was changed, or was made with other parameters than its config has now."""
-    if record.exists():
-        try:
-            made = RunConfig.from_mapping(read_record(record)["parameters"]).identity()
-            wants = RunConfig.from_yaml(path, seed=seed).identity()
-        except OneSentence as e:
-            raise WorkflowError(str(e))
-        for name in wants:
-            if made[name] != wants[name]:
-                raise WorkflowError(
-                    f"{record} was made with {name} = {made[name]!r}, but {path} says {wants[name]!r}: "
-                    f"delete the record and {str(record.with_suffix('')).replace('results', 'runs', 1)} to run it again"
-                )
+    try:
+        if record.exists():
+            read_run(record, RunConfig.from_yaml(path, seed=seed))
+    except OneSentence as e:
+        raise WorkflowError(str(e))
 
 
 def source(w):

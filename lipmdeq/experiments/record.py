@@ -278,11 +278,11 @@ def seal_file(path: str | Path) -> None:
 # ------------------------------------------------------------------ records
 
 
-def _wrong(error: ValidationError) -> str:
-    """The first thing that is wrong with a record, by its place: "result.accuracy = 'x': must be a number"."""
+def wrong(error: ValidationError, whole: str = "it") -> str:
+    """The first thing that is wrong, by its place: "result.accuracy = 'x': must be a number"; ``whole``: what all of it is."""
     first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "missing":
+    where, kind = ".".join(map(str, first["loc"])) or whole, first["type"]
+    if kind == "missing":
         return f"{where} is missing"
     kinds = {
         "model_type": "an object",
@@ -290,10 +290,10 @@ def _wrong(error: ValidationError) -> str:
         "list_type": "a list",
         "too_short": "a list of epochs",
     }
-    if first["type"] in kinds:
-        return f"{where} must be {kinds[first['type']]}"
-    names = {"float_type": "a number", "int_type": "a whole number", "string_type": "text"}
-    return f"{where} = {short(first['input'])}: must be {names.get(first['type'], 'of another kind')}"
+    if kind in kinds:
+        return f"{where} must be {kinds[kind]}"
+    kinds = {"float_type": "a number", "finite_number": "a number", "int_type": "a whole number", "string_type": "text"}
+    return f"{where} = {short(first['input'])}: must be {kinds.get(kind, 'of another kind')}"
 
 
 def read_record(path: str | Path) -> dict:
@@ -304,7 +304,7 @@ def read_record(path: str | Path) -> dict:
     try:
         RunConfig.from_mapping(Record.model_validate(record).parameters)
     except ValidationError as e:
-        raise RunError(f"{path} is not a record of a finished run ({_wrong(e)})") from None
+        raise RunError(f"{path} is not a record of a finished run ({wrong(e)})") from None
     except OneSentence as e:
         raise RunError(f"{path} is not a record of a run ({e})") from None
     return record

@@ -301,14 +301,14 @@ def test_broken_paper_yaml_is_one_sentence(root, monkeypatch, capsys):
     whole = path.read_text("utf8")
     monkeypatch.chdir(root)
     for content, message in (
-        (whole.replace("93.23", "'93.23'", 1), "table1: '93.23' must be a number"),
-        (whole.replace("93.23", ".nan", 1), "table1: nan must be a number"),
+        (whole.replace("93.23", "'93.23'", 1), "rows.mdeq.accuracy = '93.23': must be a number"),
+        (whole.replace("93.23", ".nan", 1), "rows.mdeq.accuracy = nan: must be a number"),
         (whole.replace("table1:", "tableau1:", 1), "does not hold title, setting and rows of table1"),
-        (whole.replace("rows:", "lines:", 1), "does not hold title, setting and rows of table1 (KeyError: 'rows')"),
+        (whole.replace("rows:", "lines:", 1), "does not hold title, setting and rows of table1 (rows is missing)"),
         (whole[: len(whole) // 3] + "\n  : [", "is not YAML"),
         ("", "does not hold"),
         ("a\n", "does not hold"),
-        ("table1: {title: 1, setting: x, rows: {}}", "1 must be text"),
+        ("table1: {title: 1, setting: x, rows: {}}", "title = 1: must be text"),
         ("table1: {title: x, setting: x, rows: [1]}", "does not hold"),
         ("table1: !!python/object/apply:os.getcwd []", "is not YAML"),
         ("[" * 5000, "is not YAML"),
