@@ -184,13 +184,13 @@ class Printed(Part):
     rows: dict[str, PrintedRow]
 
 
-def read_paper(path: Path, table: str) -> Printed:
+def read_paper(path: Path, table: str) -> dict:
     """One table of results/paper.yaml; else one sentence that names the file."""
     import yaml
 
     try:
         found = yaml.safe_load(path.read_text("utf8"))
-        return Printed.model_validate(found[table] if isinstance(found, dict) and table in found else None)
+        return Printed.model_validate(found[table] if isinstance(found, dict) and table in found else None).model_dump()
     except OSError as e:
         raise RunError(f"{path} cannot be read ({e.strerror})") from None
     except ValidationError as e:
@@ -200,12 +200,12 @@ def read_paper(path: Path, table: str) -> Printed:
         raise RunError(f"{path} is not YAML ({why})") from None
 
 
-def read_rows(table: str, protocol: str, root: Path, printed: Printed) -> list[Row]:
+def read_rows(table: str, protocol: str, root: Path, printed: dict[str, dict]) -> list[Row]:
     """The rows that the paper prints with our records; those of shared rows from either place."""
     times = root / "results" / "bench" / "trained.json"
     bench = _times(times) if protocol == "cpu" and times.is_file() else {}
     rows = []
-    for name, printed_row in printed.rows.items():
+    for name, numbers in printed.items():
         where = f"{table}/{name}"
         shared = SHARED.get(where, where)
         path = root / "configs" / protocol / f"{where}.yaml"
@@ -216,6 +216,5 @@ def read_rows(table: str, protocol: str, root: Path, printed: Printed) -> list[R
         records = [read_run(p, RunConfig.from_yaml(path, seed=seed)) for seed, p in sorted(paths.items())]
         home, _, row = shared.partition("/")
         own = bench.get("rows" if home == "table1" else home, {})
-        numbers = printed_row.model_dump(exclude={"name"})
-        rows.append(Row(name, printed_row.name, RunConfig.from_yaml(path), records, numbers, own.get(row, {})))
+        rows.append(Row(name, numbers["name"], RunConfig.from_yaml(path), records, numbers, own.get(row, {})))
     return rows

