@@ -20,7 +20,6 @@ import torch
 from PIL import Image
 
 from lipmdeq.data import DataError, area_downsample, crop_and_flip, fetch, files, load, mean_std
-from lipmdeq.data import datasets as data
 from lipmdeq.data.sampling import Plan, stratified_permutation
 
 REAL = Path(__file__).resolve().parents[2] / "data"
