@@ -41,7 +41,7 @@ lint: setup ## check style and formatting of Python files and notebooks
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-outputs: setup ## execute notebooks in place and store their outputs (NB=notebooks/05_normalisation.ipynb for one)
+outputs: setup ## execute notebooks in place and store their outputs (NB=notebooks/07_normalisation.ipynb for one)
 	$(PY) tools/outputs.py $(NB)
 
 address: setup ## after repository.url in _config.yml was changed: the notebooks' cell for Colab
