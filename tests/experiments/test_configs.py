@@ -145,7 +145,7 @@ def test_names_are_those_of_the_model():
 def test_every_config_builds_its_model():
     from lipmdeq.model import configure
 
-    sizes = {"cifar10": 32, "tiny-imagenet-25": 64, "imagenet": 224}
+    sizes = {"digits": 8, "cifar10": 32, "tiny-imagenet-25": 64, "imagenet": 224}
     for path in FILES:
         cfg = RunConfig.from_yaml(path)
         shape = configure(
