@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from lipmdeq.bounds.operations import check_whole
+from lipmdeq.experiments.bound import parse_number
 from lipmdeq.experiments.parameters import OneSentence, RunConfig, RunError
 from lipmdeq.experiments.record import json_text, seal_file
 from lipmdeq.shell import INTERRUPTED, say
@@ -20,14 +21,9 @@ def parse_value(text: str) -> object:
     words = {"none": None, "null": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
     if text[:1] == "[" and text[-1:] == "]":
         return [parse_value(t.strip()) for t in text[1:-1].split(",") if t.strip()]
-    return text
+    return parse_number(text)
 
 
 def add_train(commands) -> None:

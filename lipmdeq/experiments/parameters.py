@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -169,6 +169,11 @@ def _sentence(error: ValidationError, values: Mapping[str, object]) -> str:
 # ------------------------------------------------------------------ the parameters
 
 
+def par(default: object, text: str, **limits: float) -> Any:
+    """A parameter: its default, what ``--help-notebook`` says about it, and its range."""
+    return Field(default, description=text, **limits)
+
+
 class RunConfig(BaseModel):
     """Everything that decides what a run computes; bad values raise :class:`ParameterError`.
 
@@ -179,71 +184,63 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     # what is trained
-    model: Literal["lipschitz", "mdeq"] = Field("lipschitz", description="lipschitz or mdeq (the baseline)")
-    preset: Literal[PRESETS] = Field("digits", description=f"sizes: {', '.join(PRESETS)}")
-    ablation: Literal[ABLATIONS] | None = Field(None, description="undo one modification: S1, …, S7 (Table 2)")
-    block: Literal["paper", "potential"] | None = Field(
-        None, description="paper or potential (the certified family); None: paper if a is given"
+    model: Literal["lipschitz", "mdeq"] = par("lipschitz", "lipschitz or mdeq (the baseline)")
+    preset: Literal[PRESETS] = par("digits", f"sizes: {', '.join(PRESETS)}")
+    ablation: Literal[ABLATIONS] | None = par(None, "undo one modification: S1, …, S7 (Table 2)")
+    block: Literal["paper", "potential"] | None = par(
+        None, "paper or potential (the certified family); None: paper if a is given"
     )
-    tau: Number = Field(0.9, gt=0, lt=1, description="Lipschitz constant of f with the block potential, in (0, 1)")
-    a: Number | None = Field(None, gt=0, le=1, description="slope of SReLU, in (0, 1]: the paper's block")
-    c: Number = Field(2.0, gt=0, le=1e6, description="bound on the norm of every convolution of f, > 0")
-    gamma: Number = Field(1.0, gt=0, le=1e6, description="bound on |γ| of the norms of f, > 0")
-    alpha1: Number = Field(0.5, gt=0, lt=1, description="convex mix in the residual block, in (0, 1)")
-    alpha2: Number | None = Field(None, gt=0, lt=1, description="convex mix in the fusion, in (0, 1)")
-    n: Whole | None = Field(None, ge=1, le=64, description="number of resolutions; None: those of the preset")
-    p: Number | None = Field(None, ge=0, lt=1, description="dropout rate, in [0, 1)")
-    expansion: Whole | None = Field(None, ge=1, le=64, description="hidden channels over channels in a residual layer")
-    injection: Literal["first", "all"] | None = Field(
-        None, description="branches that the image enters: first (the paper) or all"
-    )
-    stem_strides: Strides = Field(None, description="strides of the stem's two convolutions; None: the preset's")
-    stem_channels: Whole | None = Field(None, ge=1, le=4096, description="channels of the stem")
+    tau: Number = par(0.9, "Lipschitz constant of f with the block potential, in (0, 1)", gt=0, lt=1)
+    a: Number | None = par(None, "slope of SReLU, in (0, 1]: the paper's block", gt=0, le=1)
+    c: Number = par(2.0, "bound on the norm of every convolution of f, > 0", gt=0, le=1e6)
+    gamma: Number = par(1.0, "bound on |γ| of the norms of f, > 0", gt=0, le=1e6)
+    alpha1: Number = par(0.5, "convex mix in the residual block, in (0, 1)", gt=0, lt=1)
+    alpha2: Number | None = par(None, "convex mix in the fusion, in (0, 1)", gt=0, lt=1)
+    n: Whole | None = par(None, "number of resolutions; None: those of the preset", ge=1, le=64)
+    p: Number | None = par(None, "dropout rate, in [0, 1)", ge=0, lt=1)
+    expansion: Whole | None = par(None, "hidden channels over channels in a residual layer", ge=1, le=64)
+    injection: Literal["first", "all"] | None = par(None, "branches that the image enters: first (the paper) or all")
+    stem_strides: Strides = par(None, "strides of the stem's two convolutions; None: the preset's")
+    stem_channels: Whole | None = par(None, "channels of the stem", ge=1, le=4096)
     # how the equilibrium and its gradient are found
-    method: Literal["implicit", "jfb", "phantom", "unrolled"] = Field(
-        "implicit", description="gradient: implicit, jfb, phantom or unrolled"
+    method: Literal["implicit", "jfb", "phantom", "unrolled"] = par(
+        "implicit", "gradient: implicit, jfb, phantom or unrolled"
     )
-    steps: Whole = Field(3, ge=1, le=1000, description="applications of f in an explicit network, method unrolled")
-    jacobian_weight: Number = Field(0.0, ge=0, description="weight of Jacobian regularisation, 0: off")
-    solver: Literal["anderson", "picard", "broyden"] = Field(
-        "anderson", description="anderson, picard or broyden, both ways"
-    )
-    tol: Number = Field(1e-3, gt=0, description="relative residual at which a solve stops, > 0")
-    max_forward: Whole = Field(18, ge=1, le=10_000, description="largest number of evaluations of f in a forward solve")
-    max_backward: Whole = Field(20, ge=1, le=10_000, description="largest number of evaluations in a backward solve")
-    phantom_steps: Whole = Field(5, ge=1, le=1000, description="steps of the phantom gradient")
-    phantom_damping: Number = Field(0.5, gt=0, le=1, description="damping of the phantom gradient, in (0, 1]")
-    train_stem: bool = Field(True, description="False: the stem keeps its random weights")
+    steps: Whole = par(3, "applications of f in an explicit network, method unrolled", ge=1, le=1000)
+    jacobian_weight: Number = par(0.0, "weight of Jacobian regularisation, 0: off", ge=0)
+    solver: Literal["anderson", "picard", "broyden"] = par("anderson", "anderson, picard or broyden, both ways")
+    tol: Number = par(1e-3, "relative residual at which a solve stops, > 0", gt=0)
+    max_forward: Whole = par(18, "largest number of evaluations of f in a forward solve", ge=1, le=10_000)
+    max_backward: Whole = par(20, "largest number of evaluations in a backward solve", ge=1, le=10_000)
+    phantom_steps: Whole = par(5, "steps of the phantom gradient", ge=1, le=1000)
+    phantom_damping: Number = par(0.5, "damping of the phantom gradient, in (0, 1]", gt=0, le=1)
+    train_stem: bool = par(True, "False: the stem keeps its random weights")
     # data
-    data: Text = Field("digits", description="digits, cifar10, tiny-imagenet-25, imagenet or a folder of data_root")
-    data_root: Text = Field("data", description="folder of the data sets")
-    train_images: Whole | None = Field(None, ge=1, le=10**9, description="number of training images; None: all")
-    val_images: Whole = Field(0, ge=0, le=10**9, description="number of training images set aside for validation")
-    test_images: Whole | None = Field(None, ge=1, le=10**9, description="number of test images; None: all")
-    resolution: Whole | None = Field(None, ge=1, le=4096, description="image size; None: that of the data set")
-    eval_split: Literal["test", "val"] = Field("test", description="what is evaluated: test or val")
-    eval_every: Whole = Field(
-        1, ge=1, le=10**6, description="epochs between evaluations; the last epoch always has one"
-    )
+    data: Text = par("digits", "digits, cifar10, tiny-imagenet-25, imagenet or a folder of data_root")
+    data_root: Text = par("data", "folder of the data sets")
+    train_images: Whole | None = par(None, "number of training images; None: all", ge=1, le=10**9)
+    val_images: Whole = par(0, "number of training images set aside for validation", ge=0, le=10**9)
+    test_images: Whole | None = par(None, "number of test images; None: all", ge=1, le=10**9)
+    resolution: Whole | None = par(None, "image size; None: that of the data set", ge=1, le=4096)
+    eval_split: Literal["test", "val"] = par("test", "what is evaluated: test or val")
+    eval_every: Whole = par(1, "epochs between evaluations; the last epoch always has one", ge=1, le=10**6)
     # optimisation
-    epochs: Whole = Field(4, ge=1, le=10**6, description="passes over the training images")
-    batch: Whole = Field(32, ge=2, le=10**6, description="images per step, over all processes")
-    lr: Number = Field(4e-3, gt=0, description="largest learning rate of Adam; cosine to 1e-6")
-    warmup: Number = Field(0.0, ge=0, lt=1, description="share of the steps in which the rate rises to lr")
-    label_smoothing: Number = Field(0.0, ge=0, lt=1, description="share of the target spread over all classes")
-    prove_every: Whole = Field(
-        50, ge=1, le=10**9, description="steps between proofs that all norms are at most c; 1: each step"
-    )
-    seed: Whole = Field(0, ge=0, le=2**32 - 1, description="decides everything random; same seed, same numbers")
+    epochs: Whole = par(4, "passes over the training images", ge=1, le=10**6)
+    batch: Whole = par(32, "images per step, over all processes", ge=2, le=10**6)
+    lr: Number = par(4e-3, "largest learning rate of Adam; cosine to 1e-6", gt=0)
+    warmup: Number = par(0.0, "share of the steps in which the rate rises to lr", ge=0, lt=1)
+    label_smoothing: Number = par(0.0, "share of the target spread over all classes", ge=0, lt=1)
+    prove_every: Whole = par(50, "steps between proofs that all norms are at most c; 1: each step", ge=1, le=10**9)
+    seed: Whole = par(0, "decides everything random; same seed, same numbers", ge=0, le=2**32 - 1)
     # the machine
-    device: Device = Field("auto", description="auto (a GPU if there is one), cpu, cuda or cuda:<number>")
-    threads: Whole = Field(1, ge=1, le=1024, description="threads of one process on the CPU")
-    precision: Literal["float32", "tf32", "bfloat16"] = Field("float32", description="float32, tf32 or bfloat16")
-    compile: bool = Field(False, description="True: compile f with torch.compile")
+    device: Device = par("auto", "auto (a GPU if there is one), cpu, cuda or cuda:<number>")
+    threads: Whole = par(1, "threads of one process on the CPU", ge=1, le=1024)
+    precision: Literal["float32", "tf32", "bfloat16"] = par("float32", "float32, tf32 or bfloat16")
+    compile: bool = par(False, "True: compile f with torch.compile")
     # what is kept
-    out: Text = Field("", description="folder of the run; empty: nothing is kept")
-    checkpoint_every: Whole = Field(100, ge=1, le=10**9, description="steps between checkpoints")
-    trace_epochs: Epochs = Field((), description="epochs after which residual traces are recorded")
+    out: Text = par("", "folder of the run; empty: nothing is kept")
+    checkpoint_every: Whole = par(100, "steps between checkpoints", ge=1, le=10**9)
+    trace_epochs: Epochs = par((), "epochs after which residual traces are recorded")
 
     def __init__(self, **values: object):
         for name, value in values.items():

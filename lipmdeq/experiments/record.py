@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 FORMAT, RECORD = 1, "record.json"  # RECORD: its name in the folder of a run
 INFINITE = ("frobenius", "spectral", "perron", "norm")  # null stands for infinity in these
 Numbers = dict[str, float]
+Found = dict[str, float | None]
+Residuals = dict[Literal["mean", "median", "worst"], list[float | None]]
 
 
 # ------------------------------------------------------------------ what a record holds
@@ -73,16 +75,6 @@ class Counts(Part):
     worst_residual_backward: float | None = None
 
 
-class Lipschitz(Part):
-    """L after an epoch, on a few evaluated images."""
-
-    test: float | None = None  # proved, Perron, in test mode
-    train: float | None = None
-    measured: float | None = None  # ‖J‖
-    spectral_radius: float | None = None  # of J
-    worst_over_c: float | None = None  # the largest bound on a norm over c that a proof of this epoch found
-
-
 class Epoch(Part):
     epoch: int  # from 1
     train: Counts | None = None
@@ -90,19 +82,11 @@ class Epoch(Part):
     val: Counts | None = None
     steps: int = 0
     seconds: Numbers = {}  # data, forward, backward, optimizer, constrain, their sum train, evaluation
-    lipschitz: Lipschitz = Lipschitz()
-
-
-class Residuals(Part):
-    """Relative residual after each evaluation, over the images of the fixed batch."""
-
-    mean: list[float | None]
-    median: list[float | None]
-    worst: list[float | None]
+    lipschitz: Found = {}  # proved: test, train; at a few images: measured ‖J‖, spectral_radius; worst_over_c: largest bound / c
 
 
 class Trace(Part):
-    """Solves with a forced number of evaluations on a fixed batch."""
+    """Relative residual after each of a forced number of evaluations, over the images of a fixed batch."""
 
     epoch: int  # after how many epochs
     images: int = 0
