@@ -116,6 +116,11 @@ def add_lessons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines
     lines[:] = [*text.splitlines(), ""]
 
 
+def declared(app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str) -> tuple | None:
+    """A pydantic model declares its fields in its source, one line each; all of them in one line would fill the screen."""
+    return ("(**fields)", None) if what == "class" and hasattr(obj, "model_fields") else None
+
+
 def short(stem: str) -> str:
     """7 for 07_normalisation, train for train."""
     return stem[:2].lstrip("0") if stem[:2].isdigit() else stem
@@ -140,5 +145,6 @@ def add_names(app: Sphinx, doctree: nodes.document) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", add_lessons, priority=900)
+    app.connect("autodoc-process-signature", declared)
     app.connect("doctree-read", add_names)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
