@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lipmdeq.experiments import tables
-from lipmdeq.experiments.seal import read_record
+from lipmdeq.experiments.record import read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
