@@ -121,6 +121,9 @@ def test_folder_is_complete(edition):
     run = subprocess.run([sys.executable, "-c", probe], cwd=edition, capture_output=True, text=True)
     assert Path(run.stdout.strip()).resolve() == edition.resolve()
     assert (edition / "README.md").is_file() and not list(edition.rglob("__pycache__"))
+    tasks = (edition / "notebooks" / "lab.md").read_text("utf8")
+    assert "### Task 5: mend it" in tasks and "instructor" not in tasks and "{doc}" not in tasks
+    assert all((edition / "notebooks" / name).is_file() for name in re.findall(r"\]\((\w+\.ipynb)\)", tasks))
 
 
 def test_a_solution_that_never_ends_is_refused():
