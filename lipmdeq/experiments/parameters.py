@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Real
 from pathlib import Path
 
+from lipmdeq import bounds
 from lipmdeq.bounds.operations import check_choice, check_range, check_whole
 
 PRESETS = ("digits", "cpu", "cpu32", "cpu-imagenet", "paper-cifar10", "paper-imagenet", "mdeq-tiny")
-ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S6-sum", "S7", "S7-sum")
+ABLATIONS = tuple(row for row in bounds.ABLATIONS if row != "MDEQ")  # MDEQ is another model
 BOOKKEEPING = ("out", "data_root")  # do not change any number of a run
 TEXT, NAME = 1000, 255  # longest text, in characters, and longest name in a path, in bytes
 FAMILIES = {  # what parameters are where nothing is said
