@@ -31,8 +31,8 @@ pdf: setup ## print the whole book into _build/pdf/book.pdf (needs Chromium; bui
 	$(PY) tools/pdf.py
 
 test: setup ## run the tests, then every notebook against its stored outputs
-	$(PY) -m pytest tests/
-	$(PY) -m pytest --nbval -p no:cacheprovider notebooks/
+	$(PY) -m pytest -n $(CORES) tests/
+	$(PY) -m pytest -n $(CORES) --dist loadfile --nbval -p no:cacheprovider notebooks/
 
 portable: setup ## all tests and notebooks as on other machines: old processor, two threads (about 45 minutes)
 	@tools/machines.sh $(ON) $(if $(WHAT),-- $(WHAT))
@@ -41,7 +41,7 @@ lint: setup ## check style and formatting of Python files and notebooks
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-outputs: setup ## execute notebooks in place and store their outputs (NB=notebooks/05_normalisation.ipynb for one)
+outputs: setup ## execute notebooks in place and store their outputs (NB=notebooks/07_normalisation.ipynb for one)
 	$(PY) tools/outputs.py $(NB)
 
 address: setup ## after repository.url in _config.yml was changed: the notebooks' cell for Colab

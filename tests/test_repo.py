@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lipmdeq.experiments import tables
-from lipmdeq.experiments.seal import read_record
+from lipmdeq.experiments.record import read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -24,7 +24,7 @@ from check_book import pages  # noqa: E402
 from pictures import difference  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LESSONS = [path for path in NOTEBOOKS if re.match(r"(0[1-9]|1[013-689]|21)_", path.name)]  # those with exercises
+LESSONS = [path for path in NOTEBOOKS if path.stem not in ("train", "22_paper_code_book")]  # those with exercises
 TOC = pages(yaml.safe_load((ROOT / "_toc.yml").read_text("utf8")))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf8"))
 
@@ -54,6 +54,11 @@ def test_every_entry_of_the_table_of_contents_exists_once():
     absent = [page for page in TOC if not any((ROOT / f"{page}{end}").is_file() for end in (".md", ".ipynb"))]
     assert not absent, f"in _toc.yml without a file: {absent}"
     assert len(TOC) == len(set(TOC)), "a page is listed twice"
+
+
+def test_lessons_are_numbered_in_the_order_of_reading():
+    lessons = [page.removeprefix("notebooks/") for page in TOC if re.match(r"notebooks/\d", page)]
+    assert [lesson.split("_")[0] for lesson in lessons] == [f"{i:02d}" for i in range(1, len(lessons) + 1)]
 
 
 # ---- notebooks
@@ -137,12 +142,7 @@ def constraints() -> dict[str, str]:
 
 def requirements() -> set[str]:
     project = PYPROJECT["project"]
-    listed = project["dependencies"] + [
-        r
-        for name, extra in project["optional-dependencies"].items()
-        if name != "slurm"  # not installed here: whoever has a cluster adds it
-        for r in extra
-    ]
+    listed = project["dependencies"] + [r for extra in project["optional-dependencies"].values() for r in extra]
     return {normal(re.match(r"[\w.-]+", requirement)[0]) for requirement in listed}
 
 

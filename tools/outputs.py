@@ -1,6 +1,6 @@
 """Execute notebooks in place and store their outputs, the same bytes at each run, also on a machine that rounds differently.
 
-Usage: python tools/outputs.py notebooks/05_normalisation.ipynb …
+Usage: python tools/outputs.py notebooks/07_normalisation.ipynb …
 """
 
 import copy

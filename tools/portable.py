@@ -154,7 +154,7 @@ class Book:
         return found
 
     def role(self, lesson: str, kind: str, target: str) -> str:
-        """The plain Markdown of one role, such as {doc}`05_normalisation` or {ref}`words <label>`."""
+        """The plain Markdown of one role, such as {doc}`07_normalisation` or {ref}`words <label>`."""
         if kind.startswith("cite"):
             named = ", ".join(self.sources[key.strip()] for key in target.split(","))
             return named if kind == "cite:t" else f"({named.replace(' (', ', ').replace(')', '')})"

@@ -29,7 +29,8 @@ With Python 3.11 to 3.13 in this folder:
     .venv/bin/python -m pip install -c constraints.txt -e '.[book]'
     .venv/bin/python -m jupyterlab notebooks/
 
-(on Windows `.venv\\Scripts\\python`). Start with `notebooks/01_banach.ipynb`. Text and figures are CC BY 4.0, code is MIT.
+(on Windows `.venv\\Scripts\\python`). Start with `notebooks/01_banach.ipynb`; `notebooks/lab.md` is a lab
+of two hours. Text and figures are CC BY 4.0, code is MIT.
 """
 
 
@@ -82,6 +83,12 @@ def code_cells(book: Book, name: str, cell: dict) -> list[dict]:
     return [cleared, nbformat.v4.new_markdown_cell(text, id=f"{cell['id'][:50]}-caption")]
 
 
+def lab(book: Book) -> str:
+    """The page of the lab without what is meant for the instructor."""
+    text = (ROOT / "book" / "teaching" / "lab.md").read_text("utf8")
+    return book.plain("lab", text.split("## For the instructor")[0]).rstrip() + "\n"
+
+
 def write(folder: Path, book: Book | None = None) -> list[Path]:
     """Write the whole edition into an empty or a new folder; return the notebooks."""
     book = book or Book()
@@ -100,6 +107,7 @@ def write(folder: Path, book: Book | None = None) -> list[Path]:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, target)
+    (folder / "notebooks" / "lab.md").write_text(lab(book), "utf8")
     (folder / "README.md").write_text(README.format(title=book.config["title"]), "utf8")
     return written
 

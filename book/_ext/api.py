@@ -117,7 +117,7 @@ def add_lessons(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines
 
 
 def short(stem: str) -> str:
-    """5 for 05_normalisation, train for train."""
+    """7 for 07_normalisation, train for train."""
     return stem[:2].lstrip("0") if stem[:2].isdigit() else stem
 
 

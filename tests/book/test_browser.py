@@ -26,7 +26,7 @@ from check_book import faults, pages  # noqa: E402
 PAGES = pages(yaml.safe_load((ROOT / "_toc.yml").read_text("utf8")))
 AXE = "axe-core-4.14.0.tgz"
 AXE_SHA256 = "2277b0a3ef47af9b52497faa3e71598e86e0a0e5e6eb295207a5657ede4709af"
-LESSON = "notebooks/05_normalisation"
+LESSON = "notebooks/07_normalisation"
 # One page of each kind; a lesson, which has all there is on a page, in the dark and on a phone too
 LOOKS = [(name, "light", 1280) for name in ("book/intro", LESSON, "book/explorer", "book/player")]
 LOOKS += [(name, "light", 1280) for name in PAGES if "quiz" in name][:1]
@@ -141,7 +141,7 @@ def test_no_serious_barrier(visit, axe, name, scheme, width):
 def test_a_reference_shows_what_it_points_to(visit, reach):
     """From disk, for a lemma of another page; Escape closes it."""
     seen = visit((HTML / "book/coverage.html").as_uri(), offline=True)
-    link = seen.page.locator("article a[href$='05_normalisation.html#lem:mgn']").first
+    link = seen.page.locator("article a[href$='07_normalisation.html#lem:mgn']").first
     getattr(link, reach)()
     preview = seen.page.locator("#preview")
     preview.locator("mjx-container").first.wait_for()
@@ -202,7 +202,7 @@ def test_search_when_served(visit, server):
     seen = visit(f"{server}/search.html?q=normalisation")
     links = seen.page.locator("#search-results li a")
     links.first.wait_for(timeout=15_000)
-    assert any("05_normalisation" in (link.get_attribute("href") or "") for link in links.all())
+    assert any("07_normalisation" in (link.get_attribute("href") or "") for link in links.all())
     assert not seen.outside(server)
     assert not seen.complaints
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(BOOK / "_ext"))
 
 import interactive  # noqa: E402
 
-LESSONS = {"01_banach": "player", "03_solvers": "player", "09_composition": "explorer"}
+LESSONS = {"01_banach": "player", "05_solvers": "player", "11_composition": "explorer"}
 FIELDS = ("a", "c", "gamma", "alpha1", "alpha2", "n", "p")
 
 
@@ -673,7 +673,7 @@ def test_what_the_lessons_say_about_the_player_is_true(compute_page):
     assert square["L"] == 1 and square["picard"]["outcome"] == "not converged" and len(square["fixed"]) == 1
     assert (weighted["L"], weighted["fixed"][0]["radius"]) == pytest.approx((1.2, 0.8))
     assert (weighted["picard"]["evaluations"], weighted["picard"]["outcome"]) == (50, "converged")
-    first, turn, several = scenes("03_solvers")
+    first, turn, several = scenes("05_solvers")
     both = run(page, **first)
     assert [both[name]["evaluations"] for name in ("picard", "anderson")] == [65, 65]
     assert run(page, **turn)["picard"]["outcome"] == "not converged"
@@ -687,9 +687,9 @@ def test_what_the_lesson_says_about_the_explorer_is_true():
     """The explorer's numbers are those of Python, as the tests above show."""
     paper, little, many = (
         LipschitzSpec(**{key: int(x) if key == "n" else x for key, x in scene.items()})
-        for scene in scenes("09_composition")
+        for scene in scenes("11_composition")
     )
-    answers = lesson_text("09_composition").split("What you should have seen")[1]
+    answers = lesson_text("11_composition").split("What you should have seen")[1]
     assert [round(paper.L(r), 4) for r in ("reported", "spectral", "perron")] == [1.0035, 0.9255, 0.8611]
     M = little.fusion_matrix()
     norms = [round(norm(M), 2) for norm in (bounds.frobenius, bounds.spectral, lambda A: bounds.perron(A)[0])]

@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import slides  # noqa: E402
 from portable import Book  # noqa: E402
 
-CORE = ["01_banach", "02_deq", "04_backward", "05_normalisation", "07_convolution", "09_composition"]
-CORE += ["10_bound", "11_certificate"]
+CORE = ["01_banach", "02_deq", "06_backward", "07_normalisation", "09_convolution", "11_composition"]
+CORE += ["12_bound", "13_certificate"]
 
 
 @pytest.fixture(scope="module")

@@ -121,6 +121,9 @@ def test_folder_is_complete(edition):
     run = subprocess.run([sys.executable, "-c", probe], cwd=edition, capture_output=True, text=True)
     assert Path(run.stdout.strip()).resolve() == edition.resolve()
     assert (edition / "README.md").is_file() and not list(edition.rglob("__pycache__"))
+    tasks = (edition / "notebooks" / "lab.md").read_text("utf8")
+    assert "### Task 5: mend it" in tasks and "instructor" not in tasks and "{doc}" not in tasks
+    assert all((edition / "notebooks" / name).is_file() for name in re.findall(r"\]\((\w+\.ipynb)\)", tasks))
 
 
 def test_a_solution_that_never_ends_is_refused():
@@ -148,9 +151,9 @@ def test_macros(tex, plain):
     ("text", "plain"),
     [
         ("{ref}`explorer <lipschitz-explorer>`", "explorer"),  # of book/explorer.md, which is no notebook
-        ("{ref}`its lesson <lesson-bound>`", "[its lesson](10_bound.ipynb)"),
-        ("{ref}`two\nlines <lesson-bound>`", "[two\nlines](10_bound.ipynb)"),
-        ("{doc}`the lesson </notebooks/10_bound>`", "[the lesson](10_bound.ipynb)"),
+        ("{ref}`its lesson <lesson-bound>`", "[its lesson](12_bound.ipynb)"),
+        ("{ref}`two\nlines <lesson-bound>`", "[two\nlines](12_bound.ipynb)"),
+        ("{doc}`the lesson </notebooks/12_bound>`", "[the lesson](12_bound.ipynb)"),
         ("{doc}`the page </book/notation>`", "the page"),
         ("{numref}`its figure <fig:a-priori>`", "its figure"),  # of no notebook
         ("{py:obj}`L <lipmdeq.bounds.LipschitzSpec.L>`", "L"),
@@ -158,7 +161,7 @@ def test_macros(tex, plain):
 )
 def test_roles_with_a_title(text, plain):
     assert BOOK.plain("01_banach", text) == plain
-    assert BOOK.plain("10_bound", "{ref}`its lesson <lesson-bound>`") == "its lesson", "no link to itself"
+    assert BOOK.plain("12_bound", "{ref}`its lesson <lesson-bound>`") == "its lesson", "no link to itself"
 
 
 def test_figures_of_a_page_without_a_number():
@@ -187,32 +190,32 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
         "budget_solution",
         [lambda *x: int(nearly(*x)), lambda *x: math.ceil(nearly(*x)) + 1, nearly, lambda *x: None],
     ),
-    "04_backward": (
+    "06_backward": (
         ["backward-setup", "backward-grader", "backward-solution-code"],
         "terms_solution",
         [lambda L, degrees: 1, lambda L, degrees: 1000, lambda L, degrees: math.sin(degrees)],
     ),
-    "08_up_down": (
+    "10_up_down": (
         ["setup", "pool-grader", "pool-solution"],
         "lip_pool",
         [lambda s, t: math.sqrt(s * t), lambda s, t: 1 / (s * t), lambda s, t: "1"],
     ),
-    "09_composition": (
+    "11_composition": (
         ["setup", "two-by-two", "weights-grader", "weights-solution"],
         "weights",
         [lambda M: M.sum(axis=0), lambda M: -M[0], lambda M: []],
     ),
-    "20_landscape": (
+    "15_landscape": (
         ["landscape-setup", "landscape-grader", "landscape-solution"],
         "best_step_solution",
         [lambda W: 0.1, lambda W: 0.0, lambda W: 2 / max(1.0, W.norm().item() ** 2), lambda W: "1"],
     ),
-    "22_certified": (
+    "16_certified": (
         ["certified-setup", "certified-grader", "certified-solution"],
         "largest_tau_solution",
         [lambda k, tol: tol ** (1 / k), lambda k, tol: 0.1, lambda k, tol: 1.0, lambda k, tol: "1"],
     ),
-    "21_depth": (
+    "14_depth": (
         ["depth-setup", "depth-grader", "depth-solution"],
         "undecided_solution",
         [
@@ -222,12 +225,12 @@ GRADERS = {  # lesson: cells to run first, the name in the solution, wrong answe
             lambda L: L,
         ],
     ),
-    "11_certificate": (
+    "13_certificate": (
         ["certificate-setup", "certificate-grader", "certificate-solution"],
         "one_direction",
         [lambda z: 0.5 * z, lambda z: 2 * z, lambda z: None],
     ),
-    "19_build": (
+    "03_build": (
         ["build-setup", "build-repair-grader", "build-repair-solution"],
         "tame_frobenius",
         [
