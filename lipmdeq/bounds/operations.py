@@ -150,13 +150,14 @@ def lip_down(level_diff: int, c: float, gamma: float, a: float) -> float:
     return lip_compose(step, *[lip_compose(check_constant("a", a), step)] * (d - 1))
 
 
-def fusion_weights(n: int) -> np.ndarray:
-    """Softmax weights w_ij of the fusion layer (n × n, diagonal 0, each row sums to 1 if n > 1).
+def fusion_weights(n: int, kind: str = "softmax") -> np.ndarray:
+    """Weights w_ij of the fusion layer (n × n, diagonal 0), which depend on n alone.
 
-    w_ij ∝ exp(−p_ij) over j ≠ i with p_ij = j − i for an up path (j > i) and 0 for a down path. They depend
-    on n alone.
+    "softmax", the paper's: w_ij ∝ exp(−p_ij) over j ≠ i with p_ij = j − i for an up path (j > i) and 0 for a down path, each
+    row with the sum 1 if n > 1. "mean": 1/(n − 1), the ablation S4. "sum": ones, plain sums.
     """
     n = check_whole("n", n)
+    check_choice("fusion", kind, ("softmax", "mean", "sum"))
     i, j = np.indices((n, n))
-    w = np.where(i == j, 0.0, np.exp(-np.maximum(j - i, 0.0)))
-    return w / np.maximum(w.sum(axis=1, keepdims=True), np.finfo(float).tiny)
+    w = np.where(i == j, 0.0, np.exp(-np.maximum(j - i, 0.0)) if kind == "softmax" else 1.0)
+    return w if kind == "sum" else w / np.maximum(w.sum(axis=1, keepdims=True), np.finfo(float).tiny)

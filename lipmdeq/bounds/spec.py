@@ -235,8 +235,7 @@ class LipschitzSpec:
             changes = dict.fromkeys(("conv", "conv_residual", "conv_down"), conv)
         undone, _, fusion = row.partition("-")
         if undone == "S4" or fusion == "sum" or everything:
-            share = 1 / max(self.n - 1, 1) if row == "S4" else 1.0
-            changes["weights"] = share * (1 - np.eye(self.n))
+            changes["weights"] = fusion_weights(self.n, "mean" if row == "S4" else "sum")
         if undone in ("S5", "S7") or everything:
             changes["mix1"] = (1.0, 1.0)
         if undone in ("S6", "S7") or everything:

@@ -18,8 +18,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from lipmdeq import bounds
+
 PRESETS = ("digits", "cpu", "cpu32", "cpu-imagenet", "paper-cifar10", "paper-imagenet", "mdeq-tiny")
-ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S6-sum", "S7", "S7-sum")
+ABLATIONS = tuple(row for row in bounds.ABLATIONS if row != "MDEQ")  # MDEQ is another model
 BOOKKEEPING = ("out", "data_root")  # do not change any number of a run
 TEXT, NAME = 1000, 255  # longest text, in characters, and longest name in a path, in bytes
 FAMILIES = {  # what parameters are where nothing is said

@@ -1,7 +1,7 @@
 """The network: configuration, layers that know their constants, f of the paper and of the certified family, stem and head."""
 
-from lipmdeq.model.blocks import FixedPointMap, Fusion, PostFusion, ResidualBlock, fusion_weights, read
-from lipmdeq.model.config import ABLATIONS, PRESETS, ModelConfig, configure
+from lipmdeq.model.blocks import FixedPointMap, Fusion, PostFusion, ResidualBlock, read
+from lipmdeq.model.config import PRESETS, UNDONE, ModelConfig, configure
 from lipmdeq.model.layers import GN, MGN, Chain, Conv, ConvNorm, DownPath, SReLU, Up, UpPath, VariationalDropout
 from lipmdeq.model.network import MDEQ, Bottleneck, Head, build
 from lipmdeq.model.potential import (
@@ -11,6 +11,5 @@ from lipmdeq.model.potential import (
     UnitConv,
     matrix_norm_bound,
     norm_bounds,
-    residual,
     scaled_bounds,
 )

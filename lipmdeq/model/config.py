@@ -68,17 +68,10 @@ class ModelConfig:
             raise ValueError(
                 f"head_channels = {self.head_channels}: must have one entry for each of the {self.n} branches"
             )
-        for field in (
-            "expansion",
-            "groups",
-            "in_channels",
-            "classes",
-            "head_features",
-            "image_size",
-            *(() if self.stem_channels is None else ("stem_channels",)),
-        ):
-            if not _whole(getattr(self, field)):
-                raise ValueError(f"{field} = {getattr(self, field)!r}: must be a whole number >= 1")
+        for field in ("expansion", "groups", "in_channels", "classes", "head_features", "image_size", "stem_channels"):
+            value = getattr(self, field)
+            if not _whole(value) and not (field == "stem_channels" and value is None):
+                raise ValueError(f"{field} = {value!r}: must be a whole number >= 1")
         for ch in self.channels:
             if ch < 1 or ch % self.groups:
                 raise ValueError(f"channels = {ch}: must be divisible by groups = {self.groups}")
@@ -136,10 +129,7 @@ def _whole(value: object) -> bool:
 CHOICES = {
     "norm": ("mgn", "gn"), "fusion": ("softmax", "mean", "sum"), "block": ("paper", "potential"), "injection": ("first", "all")
 }  # fmt: skip
-_MDEQ = {
-    "a": 1.0, "norm": "gn", "clip": False, "constrain": False, "fusion": "sum", "mix1": False, "mix2": False, "weight_norm": True
-}  # fmt: skip
-ABLATIONS = {  # what each row of lipmdeq.bounds.spec.ABLATIONS changes: one name means the same in both places
+UNDONE = {  # what each row of lipmdeq.bounds.ABLATIONS changes in a configuration
     "S1": {"clip": False},
     "S2": {"norm": "gn"},
     "S3": {"constrain": False},
@@ -150,41 +140,24 @@ ABLATIONS = {  # what each row of lipmdeq.bounds.spec.ABLATIONS changes: one nam
     "S6-sum": {"mix2": False, "fusion": "sum"},
     "S7": {"mix1": False, "mix2": False},
     "S7-sum": {"mix1": False, "mix2": False, "fusion": "sum"},
+    "MDEQ": dict(a=1.0, norm="gn", clip=False, constrain=False, fusion="sum", mix1=False, mix2=False, weight_norm=True),
 }
-POTENTIAL = {
-    "expansion": 3,
-    "injection": "all",
-    "p": 0.0,
-    "alpha2": 0.5,
-}  # of block = "potential" where nothing is said
+POTENTIAL = {"expansion": 3, "injection": "all", "p": 0.0, "alpha2": 0.5}  # where block = "potential" says nothing
+_SMALL = dict(channels=(8, 16, 32, 64), head_channels=(4, 8, 16, 32), head_features=256)
 PRESETS = {
     "digits": dict(
         channels=(16, 32, 64), image_size=8, in_channels=1, expansion=2, head_channels=(8, 16, 32), head_features=128
     ),
-    "cpu": dict(channels=(8, 16, 32, 64), image_size=16, head_channels=(4, 8, 16, 32), head_features=256),
-    "cpu32": dict(channels=(8, 16, 32, 64), stem_strides=(1, 2), head_channels=(4, 8, 16, 32), head_features=256),
-    "cpu-imagenet": dict(
-        channels=(8, 16, 32, 64),
-        image_size=64,
-        classes=25,
-        stem_strides=(2, 2),
-        post_affine=True,
-        head_channels=(4, 8, 16, 32),
-        head_features=256,
-        p=0.0,
-    ),
+    "cpu": dict(_SMALL, image_size=16),
+    "cpu32": dict(_SMALL, stem_strides=(1, 2)),
+    "cpu-imagenet": dict(_SMALL, image_size=64, classes=25, stem_strides=(2, 2), post_affine=True, p=0.0),
     "paper-cifar10": dict(),
     "paper-imagenet": dict(
-        image_size=224,
-        classes=1000,
-        stem_strides=(2, 2),
-        post_affine=True,
-        head_channels=(24, 48, 96, 192),
-        head_features=2048,
-        p=0.0,
+        image_size=224, classes=1000, stem_strides=(2, 2), post_affine=True, p=0.0,
+        head_channels=(24, 48, 96, 192), head_features=2048,
     ),
     "mdeq-tiny": dict(channels=(24, 24), head_channels=(8, 16), head_features=200, injection_conv=False),
-}
+}  # fmt: skip
 
 
 def configure(
@@ -193,36 +166,33 @@ def configure(
     """A configuration by name.
 
     Args:
-        preset: one of ``PRESETS`` (the sizes). model: "lipschitz" or "mdeq". ablation: None or one of
-        ``ABLATIONS`` (S1–S7 of Table 2). S4 fuses with the uniform mean, S6 and S7 with the softmax weights,
-        S4-sum, S6-sum and S7-sum with plain sums. The authors' code ran S4, S6-sum and S7-sum; the paper's
-        text describes S4-sum, S6 and S7.
+        preset: one of ``PRESETS`` (the sizes). model: "lipschitz" or "mdeq". ablation: None or one of S1–S7 of Table 2. S4
+        fuses with the uniform mean, S6 and S7 with the softmax weights, S4-sum, S6-sum and S7-sum with plain sums. The
+        authors' code ran S4, S6-sum and S7-sum; the paper's text describes S4-sum, S6 and S7.
         changes: fields of :class:`ModelConfig`; n=… keeps the first n branches; block="potential" brings its own
         defaults (``POTENTIAL``, and a stem twice as wide).
     """
-    for field, value, allowed in (("preset", preset, PRESETS), ("model", model, ("lipschitz", "mdeq"))):
-        if value not in allowed:
-            raise ValueError(f"{field} = {value!r}: must be one of {', '.join(allowed)}")
-    if ablation is not None and ablation not in ABLATIONS:
-        raise ValueError(f"ablation = {ablation!r}: must be one of {', '.join(ABLATIONS)} or None")
-    if ablation is not None and model == "mdeq":
-        raise ValueError(f"ablation = {ablation!r}: only for model = 'lipschitz'")
-    if changes.get("block") == "potential" and (ablation is not None or model == "mdeq"):
+    bounds.check_choice("preset", preset, tuple(PRESETS))
+    bounds.check_choice("model", model, ("lipschitz", "mdeq"))
+    potential = changes.get("block") == "potential"
+    if ablation is not None:
+        rows = [row for row in bounds.ABLATIONS if row != "MDEQ"]
+        if ablation not in rows:
+            raise ValueError(f"ablation = {ablation!r}: must be one of {', '.join(rows)} or None")
+        if model == "mdeq":
+            raise ValueError(f"ablation = {ablation!r}: only for model = 'lipschitz'")
+    if potential and (ablation is not None or model == "mdeq"):
         raise ValueError("block = 'potential': must be 'paper' for an ablation or for model = 'mdeq'")
-    fields = {**PRESETS[preset], **(_MDEQ if model == "mdeq" else ABLATIONS.get(ablation, {}))}
-    if changes.get("block") == "potential":
-        width = 2 * fields.get("channels", ModelConfig.channels)[0]
-        fields |= {**POTENTIAL, "stem_channels": width}
+    fields = {**PRESETS[preset], **UNDONE.get("MDEQ" if model == "mdeq" else ablation, {})}
+    full = fields.get("channels", ModelConfig.channels)
+    if potential:
+        fields |= {**POTENTIAL, "stem_channels": 2 * full[0]}
     n = changes.pop("n", None)
-    if n is not None:
-        full = fields.get("channels", ModelConfig.channels)
-        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= len(full):
-            raise ValueError(f"n = {n!r}: must be a whole number from 1 to {len(full)} for the preset {preset}")
-        fields["channels"] = full[:n]
-        fields["head_channels"] = fields.get("head_channels", ModelConfig.head_channels)[:n]
-    unknown = set(changes) - set(ModelConfig.__dataclass_fields__)
-    if unknown:
-        raise ValueError(
-            f"{sorted(unknown)[0]}: not a field of ModelConfig ({', '.join(ModelConfig.__dataclass_fields__)})"
-        )
+    n = len(full) if n is None else n
+    if not _whole(n) or n > len(full):
+        raise ValueError(f"n = {n!r}: must be a whole number from 1 to {len(full)} for the preset {preset}")
+    heads = fields.get("head_channels", ModelConfig.head_channels)
+    fields |= {"channels": full[:n], "head_channels": heads[:n]}
+    if unknown := sorted(set(changes) - set(ModelConfig.__dataclass_fields__)):
+        raise ValueError(f"{unknown[0]}: not a field of ModelConfig ({', '.join(ModelConfig.__dataclass_fields__)})")
     return replace(ModelConfig(**fields), **changes)

@@ -1,19 +1,12 @@
-"""The building blocks of f, each of which knows its own Lipschitz constant.
+"""The layers of f: each ``forward`` is the plain formula, and each layer knows its own Lipschitz constant.
 
-Every module has ``lipschitz(leaf, train)``. A leaf (convolution, norm, activation, dropout, up-sampling)
-answers with its constant; a container composes the answers of its children by Lemma 3.1 (sum and composition)
-and nothing else. So the constant of the whole map comes from the module tree. ``leaf(module)`` may answer
-first: the certificate uses this to put the proved norm of the live weight in the place of the worst case that
-the specification allows. ``None`` means "no answer".
+Every module has ``lipschitz(leaf, train)``. A leaf (convolution, norm, activation, dropout, up-sampling) answers with its
+constant; a container composes the answers of its children by Lemma 3.1 (sum and composition) and nothing else. So the constant
+of the whole map comes from the module tree. ``leaf(module)`` may answer first: the certificate uses this to put the proved norm
+of the live weight in the place of the worst case that the specification allows. ``None`` means "no answer".
 
-Evaluation is arranged for speed, without a second code path: mean-only normalisation is affine once the means
-are known (``MGN.affine``), so its scale and shift, the slope of the scaled ReLU and the weights of the mixes
-are merged into single passes over the feature map. Plain numbers (slopes, weights of mixes) are never multiplied
-into a tensor: ReLU and convolutions let a factor k > 0 through, so it travels beside its tensor until a pass takes it
-along (``k`` below). Tensors are (B, C, H, W), best in ``channels_last``.
-
-No module writes into its input. In a solve (no graph) the passes above go over tensors that f made itself: the functions
-``normed``, ``norm_act``, ``add_scaled`` and ``add_up2`` then overwrite their tensor unless told that it is not theirs (``own``).
+Tensors are (B, C, H, W), best in ``channels_last``. No layer writes into its input, in any mode; :mod:`lipmdeq.model.fused`
+merges several of them into one pass, with the same values.
 """
 
 from __future__ import annotations
@@ -37,12 +30,13 @@ def no_answer(module: nn.Module) -> float | None:
     return None
 
 
-def into(y: Tensor, own: bool = True) -> Tensor | None:
-    """Where an element-wise result may go: over y itself in a solve if it is ours, a new tensor when autograd records."""
-    return None if not own or torch.is_grad_enabled() or torch.compiler.is_compiling() else y
+def path_name(i: int, j: int) -> str:
+    """Name of the path from branch j to branch i, counted from 1 as in the paper."""
+    return f"{j + 1}to{i + 1}"
 
 
 def per_channel(v: Tensor) -> Tensor:
+    """(…, C) → (…, C, 1, 1): a number for each channel, to meet a map."""
     return v.view(*v.shape, 1, 1)
 
 
@@ -51,7 +45,18 @@ def _lengths(v: Tensor) -> Tensor:
     return torch.linalg.vector_norm(v, dim=(1, 2, 3), keepdim=True)
 
 
-class Conv(nn.Module):
+class Layer(nn.Module):
+    """A module with a Lipschitz constant; subclasses say in ``constant`` what holds when ``leaf`` does not answer."""
+
+    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
+        answer = leaf(self)
+        return self.constant(leaf, train) if answer is None else answer
+
+    def constant(self, leaf: Leaf, train: bool) -> float:
+        raise NotImplementedError
+
+
+class Conv(Layer):
     """Bias-free convolution, ‖W‖₂ ≤ c when c is given (Conv*, Lemma ``lem:conv``).
 
     The constraint acts on the operator (real map size, zero padding, stride) and on the weight that the
@@ -146,28 +151,28 @@ class Conv(nn.Module):
         """Drop what the constraint remembers of earlier weights; the next call starts afresh."""
         self._guard, self._v = None, None
 
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
-        answer = leaf(self)
-        return answer if answer is not None else (math.inf if self.c is None else bounds.lip_conv(self.c))
+    def constant(self, leaf: Leaf, train: bool) -> float:
+        return math.inf if self.c is None else bounds.lip_conv(self.c)
 
     def extra_repr(self) -> str:
         cout, cin, k, _ = self.weight.shape
         return f"{cin}→{cout}, {k}x{k}, stride={self.stride}, c={self.c}, size={self.size}"
 
 
-class _Norm(nn.Module):
-    """What GN and MGN share: groups of channels, optional per-channel γ and β, the clip |γ| ≤ γ̄."""
+class _Norm(Layer):
+    """What GN and MGN share: groups of channels, optional γ and β for each channel, the clip |γ| ≤ γ̄.
+
+    Without affine parameters the scale is min(1, γ̄), so that max|γ| ≤ γ̄ holds for every norm of the model.
+    """
 
     def __init__(self, groups: int, channels: int, affine: bool = True, gamma: float | None = None):
         super().__init__()
         if groups < 1 or channels % groups:
             raise ValueError(f"channels = {channels}: must be divisible by groups = {groups}")
         self.groups, self.channels, self.gamma = groups, channels, gamma
-        fixed = 1.0 if gamma is None else min(1.0, gamma)
-        start = torch.full((channels,), fixed)
-        self.weight = nn.Parameter(start) if affine else None
+        self.fixed = 1.0 if gamma is None else min(1.0, gamma)
+        self.weight = nn.Parameter(torch.full((channels,), self.fixed)) if affine else None
         self.bias = nn.Parameter(torch.zeros(channels)) if affine else None
-        self.fixed = fixed
 
     @torch.no_grad()
     def constrain(self) -> None:
@@ -176,22 +181,23 @@ class _Norm(nn.Module):
             self.weight.clamp_(-self.gamma, self.gamma)
 
     def scale(self) -> Tensor | float:
-        weight = self.weight
-        return self.fixed if weight is None else weight
+        """γ, (C,), or the fixed number in its place."""
+        return self.fixed if self.weight is None else self.weight
 
     def max_scale(self) -> float:
         """max_c |γ_c| of the live weight: γ acts per channel, so the largest one counts."""
         return self.fixed if self.weight is None else float(self.weight.detach().abs().max())
+
+    def constant(self, leaf: Leaf, train: bool) -> float:
+        limit = self.fixed if self.weight is None else self.gamma  # the largest |γ_c| that the specification allows
+        return math.inf if limit is None else self.bound(limit)
 
     def extra_repr(self) -> str:
         return f"{self.groups} groups, {self.channels} channels, affine={self.weight is not None}, gamma={self.gamma}"
 
 
 class GN(_Norm):
-    """Group normalisation (Lemma ``lem:gn``): constant max|γ_c|/√ε, reached where a group is constant.
-
-    Without affine parameters the scale is min(1, γ̄), as in :class:`MGN`.
-    """
+    """Group normalisation γ(y − μ)/√(σ² + ε) + β (Lemma ``lem:gn``): constant max|γ_c|/√ε, reached where a group is constant."""
 
     eps = 1e-5
 
@@ -199,94 +205,27 @@ class GN(_Norm):
         out = F.group_norm(y, self.groups, self.weight, self.bias, self.eps)
         return out if self.weight is not None or self.fixed == 1.0 else self.fixed * out
 
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
-        answer = leaf(self)
-        if answer is not None:
-            return answer
-        if self.weight is None:
-            return bounds.lip_gn(self.fixed, self.eps)
-        return math.inf if self.gamma is None else bounds.lip_gn(self.gamma, self.eps)
+    def bound(self, gamma: float) -> float:
+        """The constant for |γ_c| ≤ gamma."""
+        return bounds.lip_gn(gamma, self.eps)
 
 
 class MGN(_Norm):
-    """Mean-only group normalisation γ(z − μ) + β (Lemma ``lem:mgn``): constant max|γ_c|.
-
-    Without affine parameters the scale is min(1, γ̄), so that L_MGN ≤ γ̄ holds for every norm of the model.
-    """
-
-    def affine(self, total: Tensor, pixels: float) -> tuple[Tensor | float, Tensor]:
-        """(s, b) with MGN(y) = s·y + b, from the sums of the channels over the map of H·W pixels, (B, C)."""
-        s, groups, shape = self.scale(), self.groups, total.shape
-        # mu is a sum over the group: the division joins the product
-        part = -1.0 / (pixels * (self.channels // groups))
-        mu = total.view(shape[0], groups, -1).sum(2, keepdim=True)
-        if torch.compiler.is_compiling():
-            return s, self._spread(mu.squeeze(2), s * part)
-        if not isinstance(s, Tensor):
-            return s, (s * part * mu).expand(-1, -1, self.channels // groups).reshape(shape)
-        return s, torch.addcmul(self.bias.view(groups, -1), mu, s.view(groups, -1), value=part).view(shape)
-
-    def _spread(self, mu: Tensor, s: Tensor | float) -> Tensor:
-        """bias + s·mu for every channel, as a product of matrices: (B, G), (C,) → (B, C).
-
-        The compiler gives a product a kernel of its own. What it fuses instead into the loop over the map it computes again
-        for every pixel, and there the index of the group keeps it from vector instructions.
-        """
-        out = mu.dtype if self.weight is None else torch.promote_types(mu.dtype, self.weight.dtype)
-        # Autocast leaves doubles alone, also in the gradient.
-        work = torch.float64 if torch.is_autocast_enabled(mu.device.type) else out
-        member = torch.eye(self.groups, dtype=out, device=mu.device)
-        member = (member.repeat_interleave(self.channels // self.groups, 1) * s).to(work)
-        if self.weight is None:
-            return (mu.to(work) @ member).to(out)
-        return torch.addmm(self.bias.to(work), mu.to(work), member).to(out)
+    """Mean-only group normalisation γ(y − μ) + β (Lemma ``lem:mgn``): constant max|γ_c|."""
 
     def forward(self, y: Tensor) -> Tensor:
-        return normed(self, y, own=False)
-
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
-        answer = leaf(self)
-        if answer is not None:
-            return answer
+        groups = y.unflatten(1, (self.groups, -1))  # (B, G, C/G, H, W)
+        centred = (groups - groups.mean((2, 3, 4), keepdim=True)).flatten(1, 2)
         if self.weight is None:
-            return bounds.lip_mgn(self.fixed)
-        return math.inf if self.gamma is None else bounds.lip_mgn(self.gamma)
+            return self.fixed * centred
+        return per_channel(self.weight) * centred + per_channel(self.bias)
+
+    def bound(self, gamma: float) -> float:
+        """The constant for |γ_c| ≤ gamma."""
+        return bounds.lip_mgn(gamma)
 
 
-def spatial_sum(y: Tensor) -> tuple[Tensor, int]:
-    """Sum over the map, (B, C, H, W) → (B, C), and its number of pixels.
-
-    In a solve, pooling reads a wide map once in the order of memory; `sum` takes it in strips of channels.
-    """
-    b, c, h, w = y.shape
-    wide = c >= 128 and y.dtype == torch.float32 and y.device.type == "cpu" and into(y) is not None
-    if wide and y.is_contiguous(memory_format=torch.channels_last):
-        return F.avg_pool2d(y, (h, w), divisor_override=1).view(b, c), h * w
-    return y.sum((2, 3)), h * w
-
-
-def add_scaled(acc: Tensor, y: Tensor, s: Tensor | float, k: float = 1.0, own: bool = True) -> Tensor:
-    """acc + k·s·y in one pass, in a solve over y if it is ours; s per channel (C,) or a number."""
-    if isinstance(s, Tensor):
-        return torch.addcmul(acc, y, per_channel(s), value=k, out=into(y, own))
-    return torch.add(acc, y, alpha=k * s, out=into(y, own))
-
-
-def normed(norm: _Norm, y: Tensor, k: float = 1.0, own: bool = True) -> Tensor:
-    """norm(k·y), in a solve over y if it is ours."""
-    if isinstance(norm, MGN):
-        total, pixels = spatial_sum(y)
-        s, b = norm.affine(total, pixels / k)
-        return add_scaled(per_channel(b), y, s, k, own)
-    return norm(y if k == 1.0 else y * k)
-
-
-def norm_act(norm: _Norm, y: Tensor, a: float, k: float = 1.0) -> tuple[Tensor, float]:
-    """SReLU(norm(k·y)) as (tensor, factor): max(0, a·t) = a·max(0, t)."""
-    return normed(norm, y, k).relu_(), a
-
-
-class SReLU(nn.Module):
+class SReLU(Layer):
     """max(0, a·z) (Lemma ``lem:srelu``; a = 1 is ReLU, Lemma ``lem:relu``): constant a."""
 
     def __init__(self, a: float = 1.0):
@@ -295,14 +234,13 @@ class SReLU(nn.Module):
         self.a = a
 
     def forward(self, z: Tensor) -> Tensor:
-        return F.relu(z) if self.a == 1.0 else F.relu(self.a * z)
+        return F.relu(self.a * z)
 
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
-        answer = leaf(self)
-        return answer if answer is not None else bounds.lip_srelu(self.a)
+    def constant(self, leaf: Leaf, train: bool) -> float:
+        return bounds.lip_srelu(self.a)
 
 
-class VariationalDropout(nn.Module):
+class VariationalDropout(Layer):
     """One mask for each sample and channel, drawn once and held through all iterations (Lemma ``lem:drop``).
 
     The mask is a value that the caller keeps (``draw``), not state of the module: both solves see the same
@@ -321,17 +259,14 @@ class VariationalDropout(nn.Module):
         return torch.empty(batch, channels, device=like.device, dtype=like.dtype).bernoulli_(1 - self.p) / (1 - self.p)
 
     def forward(self, z: Tensor, mask: Tensor | None = None) -> Tensor:
-        return z if mask is None else z * per_channel(mask)
+        return z if mask is None else per_channel(mask) * z
 
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
-        answer = leaf(self)
-        return answer if answer is not None else (bounds.lip_dropout(self.p) if train else 1.0)
+    def constant(self, leaf: Leaf, train: bool) -> float:
+        return bounds.lip_dropout(self.p) if train else 1.0
 
 
-class Up(nn.Module):
-    """Nearest-neighbour up-sampling by s in both directions (Lemma ``lem:up``): constant √(s·s) = s, attained
-    everywhere.
-    """
+class Up(Layer):
+    """Nearest-neighbour up-sampling by s in both directions (Lemma ``lem:up``): constant √(s·s) = s, attained everywhere."""
 
     def __init__(self, scale: int):
         super().__init__()
@@ -340,41 +275,21 @@ class Up(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         return F.interpolate(z, scale_factor=self.scale, mode="nearest")
 
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
-        answer = leaf(self)
-        return answer if answer is not None else bounds.lip_up(self.scale, self.scale)
+    def constant(self, leaf: Leaf, train: bool) -> float:
+        return bounds.lip_up(self.scale, self.scale)
 
 
-def add_up2(z: Tensor, low: Tensor, weight: float = 1.0, own: bool = True) -> Tensor:
-    """z + weight·Up_2(low) without storing the up-sampled map; (B, C, H, W) and (B, C, H/2, W/2). In a solve over z if
-    it is ours.
-
-    In ``channels_last`` with few channels the columns of low are doubled by a concatenation of channels; two rows of z then
-    lie behind each row of it, and the addition runs over whole rows (its inner loops are long, also in the gradient).
-    """
-    b, c, h, w = z.shape
-    rows = z.permute(0, 2, 3, 1)
-    if not rows.is_contiguous() or (c >= 32 and into(z) is not None):
-        blocks = z.view(b, c, h // 2, 2, w // 2, 2)
-        low = low[:, :, :, None, :, None]
-        return torch.add(blocks, low, alpha=weight, out=into(blocks, own)).view(b, c, h, w)
-    rows = rows.view(b, h // 2, 2, w * c)
-    low = torch.cat((low, low), 1).permute(0, 2, 3, 1).reshape(b, h // 2, 1, w * c)
-    return torch.add(rows, low, alpha=weight, out=into(rows, own)).view(b, h, w, c).permute(0, 3, 1, 2)
-
-
-class Chain(nn.Sequential):
+class Chain(Layer, nn.Sequential):
     """Composition: the constants multiply (Lemma 3.1)."""
 
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
-        answer = leaf(self)
-        return answer if answer is not None else bounds.lip_compose(*(m.lipschitz(leaf, train) for m in self))
+    def constant(self, leaf: Leaf, train: bool) -> float:
+        return bounds.lip_compose(*(m.lipschitz(leaf, train) for m in self))
 
 
 class ConvNorm(Chain):
     """norm ∘ conv, the pair from which all paths between branches are made."""
 
-    def __init__(self, conv: Conv, norm: _Norm):
+    def __init__(self, conv: Conv, norm: GN | MGN):
         super().__init__(conv, norm)
 
     @property
@@ -382,54 +297,29 @@ class ConvNorm(Chain):
         return self[0]
 
     @property
-    def norm(self) -> _Norm:
+    def norm(self) -> GN | MGN:
         return self[1]
 
-    def add_to(
-        self, acc: Tensor, floor: Tensor | None, x: Tensor, w: float, k: float = 1.0
-    ) -> tuple[Tensor, Tensor | None]:
-        """(acc, floor) with w·norm(conv(k·x)) added to acc − floor; the shifts per channel are carried apart in floor, (B, C),
-        to save a pass (None: zero).
-        """
-        y = self.conv(x)
-        if not isinstance(self.norm, MGN):
-            return torch.add(acc, normed(self.norm, y, k), alpha=w), floor
-        total, pixels = spatial_sum(y)
-        s, b = self.norm.affine(total, pixels / k)
-        floor = -w * b if floor is None else torch.sub(floor, b, alpha=w)
-        return add_scaled(acc, y, s, w * k), floor
 
-
-class DownPath(nn.Module):
+class DownPath(Layer):
     """D_ij: i−j times conv3x3 stride 2 · norm, an activation after each but the last."""
 
     def __init__(self, pairs: Sequence[ConvNorm], a: float):
         super().__init__()
         self.pairs, self.act = nn.ModuleList(pairs), SReLU(a)
 
-    def head(self, x: Tensor) -> tuple[Tensor, float]:
-        """All but the last pair, as (tensor, factor)."""
-        k = 1.0
-        for pair in self.pairs[:-1]:
-            x, k = norm_act(pair.norm, pair.conv(x), self.act.a, k)
-        return x, k
-
     def forward(self, x: Tensor) -> Tensor:
-        x, k = self.head(x)
-        return normed(self.pairs[-1].norm, self.pairs[-1].conv(x), k)
+        for pair in self.pairs[:-1]:
+            x = self.act(pair(x))
+        return self.pairs[-1](x)
 
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
-        answer = leaf(self)
-        if answer is not None:
-            return answer
+    def constant(self, leaf: Leaf, train: bool) -> float:
         act = self.act.lipschitz(leaf, train) ** (len(self.pairs) - 1)
         return bounds.lip_compose(act, *(pair.lipschitz(leaf, train) for pair in self.pairs))
 
 
-class UpPath(nn.Module):
-    """U_ij: conv1x1 · norm · nearest up-sampling by 2^(j−i). The text counts the up-sampling only; all three
-    count here.
-    """
+class UpPath(Layer):
+    """U_ij: conv1x1 · norm · nearest up-sampling by 2^(j−i). The text counts the up-sampling only; all three count here."""
 
     def __init__(self, pair: ConvNorm, level_diff: int):
         super().__init__()
@@ -438,10 +328,5 @@ class UpPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.up(self.pair(x))
 
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
-        answer = leaf(self)
-        return (
-            answer
-            if answer is not None
-            else bounds.lip_compose(self.pair.lipschitz(leaf, train), self.up.lipschitz(leaf, train))
-        )
+    def constant(self, leaf: Leaf, train: bool) -> float:
+        return bounds.lip_compose(self.pair.lipschitz(leaf, train), self.up.lipschitz(leaf, train))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lipmdeq.model.blocks import FixedPointMap
 from lipmdeq.model.config import ModelConfig, configure
-from lipmdeq.model.potential import Held, PotentialMap
+from lipmdeq.model.potential import PotentialMap
 from lipmdeq.solvers import Anderson
 from lipmdeq.solvers.gradients import Implicit, deq
 from lipmdeq.solvers.solution import Map
@@ -142,11 +142,7 @@ class MDEQ(nn.Module):
             with autocast():
                 return [t.to(wide) for t in self.f(z, u, held)]
 
-        if isinstance(held, Held):
-            inputs = held.tensors()
-        else:
-            inputs = [*(t for t in u if t is not None), *self.f.parameters()]
-        return f, self.z0(u[0].to(wide)), inputs
+        return f, self.z0(u[0].to(wide)), self.f.inputs(u, held)
 
     def equilibrium(self, x: Tensor, solver=None, adjoint=None, autocast: Autocast = nullcontext, pair: bool = False):
         """(z*, Solution) for images x (B, C, H, W); arguments as in :func:`lipmdeq.solvers.deq`."""

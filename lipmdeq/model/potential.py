@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipmdeq import bounds
+from lipmdeq.model import fused, reference
 from lipmdeq.model.blocks import read
-from lipmdeq.model.layers import Leaf, VariationalDropout, add_up2, into, no_answer
+from lipmdeq.model.layers import Layer, Leaf, VariationalDropout, no_answer, path_name, per_channel
 
 if TYPE_CHECKING:
-    from lipmdeq.model.network import ModelConfig
+    from lipmdeq.model.config import ModelConfig
 
 SQUARINGS = 8  # of Gram's matrix: the bound on an n x n norm is at most n^(1/1024) too large, 0.6 % for n = 512
 ROUNDING = 1e-4  # what rounding in single precision may take from a bound, generously
@@ -69,7 +70,7 @@ def scaled_bounds(weights: Sequence[Tensor]) -> list[Tensor]:
     return [(s * (1 + ROUNDING) * b).clamp_min(tiny) for s, b in zip(sizes, found, strict=True)]
 
 
-class UnitConv(nn.Module):
+class UnitConv(Layer):
     """A convolution divided by a bound on its norm, with a bias: 1-Lipschitz for all weights and image sizes.
 
     Kernel and stride are equal (1x1, or 2x2 with stride 2), so windows do not overlap and the norm of the operator is that of
@@ -93,16 +94,15 @@ class UnitConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(x, self.kernel(), self.bias, stride=self.stride)
 
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
-        answer = leaf(self)
-        return 1.0 if answer is None else answer
+    def constant(self, leaf: Leaf, train: bool) -> float:
+        return 1.0
 
     def extra_repr(self) -> str:
         cout, cin, k, _ = self.weight.shape
         return f"{cin}→{cout}, {k}x{k}, stride={self.stride}, size={self.size}"
 
 
-class Potential(nn.Module):
+class Potential(Layer):
     """(P1): h(z) = z − (2/T)·Kᵀσ(Kz + b + u), K a 3x3 convolution to E·C channels, σ = ReLU, T ≥ ‖K‖². 1-Lipschitz in z.
 
     T = 9‖R‖², R the kernel of Kᵀ as a C × 9·E·C matrix: a pixel lies in at most nine windows, so ‖Kᵀy‖² ≤ ‖R‖²·Σ‖window‖²
@@ -135,7 +135,7 @@ class Potential(nn.Module):
         return self.weight / self.T().sqrt()
 
     def forward(self, z: Tensor, u: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        return residual(z, *self.pair(self.T()), self.shift(u), mask)
+        return reference.potential(self, z, u, mask)
 
     def pair(self, T: Tensor) -> tuple[Tensor, Tensor]:
         """K and 2Kᵀ/T as kernels of convolutions with padding 1; in test mode dropout scales the second one by 1 − p.
@@ -148,22 +148,10 @@ class Potential(nn.Module):
 
     def shift(self, u: Tensor | None) -> Tensor:
         """b + u, (B, E·C, H, W) or (E·C, 1, 1) without an injection."""
-        bias = self.bias[:, None, None]
-        return bias if u is None else u + bias
+        return per_channel(self.bias) if u is None else u + per_channel(self.bias)
 
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
-        answer = leaf(self)
-        return 1.0 if answer is None else answer
-
-
-def residual(z: Tensor, kernel: Tensor, back: Tensor, shift: Tensor, mask: Tensor | None) -> Tensor:
-    """z − back ∗ (mask·relu(kernel ∗ z + shift)); mask (B, E·C) of zeros and ones."""
-    y = F.conv2d(z, kernel, padding=1)
-    y = torch.add(y, shift, out=into(y)).relu_()
-    if mask is not None:
-        y = torch.mul(y, mask[:, :, None, None], out=into(y))
-    y = F.conv2d(y, back, padding=1)
-    return torch.sub(z, y, out=into(y))
+    def constant(self, leaf: Leaf, train: bool) -> float:
+        return 1.0
 
 
 @dataclass(frozen=True)
@@ -195,17 +183,21 @@ class PotentialMap(nn.Module):
         ch, sizes = cfg.channels, cfg.sizes()
         self.residual = nn.ModuleList(Potential(c, cfg.expansion, cfg.p, s) for c, s in zip(ch, sizes, strict=True))
         self.paths = nn.ModuleDict()
-        for i in range(self.n):
-            for j in range(self.n):
-                steps = range(j, i)
-                if j < i:
-                    convs = [UnitConv(ch[j], ch[i] if s == i - 1 else ch[j], 2, sizes[s]) for s in steps]
-                elif j > i:
-                    convs = [UnitConv(ch[j], ch[i], 1, sizes[j])]
-                else:
-                    continue
-                self.paths[_key(i, j)] = nn.ModuleList(convs)
+        for i, j in self.pairs():
+            if j > i:
+                convs = [UnitConv(ch[j], ch[i], 1, sizes[j])]
+            else:
+                convs = [UnitConv(ch[j], ch[i] if s == i - 1 else ch[j], 2, sizes[s]) for s in range(j, i)]
+            self.paths[path_name(i, j)] = nn.ModuleList(convs)
         self.weights = nn.Parameter(torch.zeros(self.n, self.n))
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """All (i, j) with a path from branch j to another branch i."""
+        return [(i, j) for i in range(self.n) for j in range(self.n) if i != j]
+
+    def path(self, i: int, j: int) -> nn.ModuleList:
+        """The convolutions of P_ij, from branch j to branch i."""
+        return self.paths[path_name(i, j)]
 
     def mixing(self) -> Tensor:
         """M, (n, n): nonnegative, of spectral norm τ."""
@@ -223,13 +215,10 @@ class PotentialMap(nn.Module):
         found = scaled_bounds([layer.matrix() for layer in (*self.residual, *convs)])
         bound = dict(zip((*self.residual, *convs), found, strict=True))
         paths = {}
-        for i in range(self.n):
-            for j in range(self.n):
-                if i != j:
-                    pairs = [(c.kernel(bound[c]), c.bias) for c in self.paths[_key(i, j)]]
-                    w = m[i, j] * 2.0 ** min(0, i - j)
-                    pairs[-1] = tuple(w * t for t in pairs[-1])
-                    paths[i, j] = pairs
+        for i, j in self.pairs():
+            *first, last = [(c.kernel(bound[c]), c.bias) for c in self.path(i, j)]
+            w = m[i, j] * 2.0 ** min(0, i - j)
+            paths[i, j] = [*first, tuple(w * t for t in last)]
         return Held(
             blocks=[(*b.pair(b.T(bound[b])), b.shift(ui)) for b, ui in zip(self.residual, u, strict=True)],
             masks=self.masks(next(t for t in u if t is not None)),
@@ -242,27 +231,12 @@ class PotentialMap(nn.Module):
         drawn = [b.drop.draw(like.shape[0], len(b.bias), like) for b in self.residual]
         return [None if m is None else (m > 0).to(m.dtype) for m in drawn]
 
+    def inputs(self, u: Sequence[Tensor | None], held: Held) -> list[Tensor]:
+        """All that f depends on besides z, for :func:`lipmdeq.solvers.deq`."""
+        return held.tensors()
+
     def forward(self, z: Sequence[Tensor], u: Sequence[Tensor | None], held: Held | None = None) -> list[Tensor]:
-        held = held or self.hold(u)
-        r = [residual(zi, *block, mask) for zi, block, mask in zip(z, held.blocks, held.masks, strict=True)]
-        out = []
-        for i in range(self.n):
-            total = r[i] * held.own[i]
-            for j in range(i):
-                x = r[j]
-                *first, last = held.paths[i, j]
-                for k, b in first:
-                    x = F.conv2d(x, k, b, stride=2).relu_()
-                total = torch.add(total, F.conv2d(x, last[0], last[1], stride=2), out=into(total))
-            low = None
-            for j in range(self.n - 1, i, -1):
-                ((k, b),) = held.paths[i, j]
-                y = F.conv2d(r[j], k, b)
-                low = y if low is None else add_up2(y, low)
-            if low is not None:
-                total = add_up2(total, low)
-            out.append(total)
-        return out
+        return fused.certified(z, held or self.hold(u))
 
     def hidden(self, z: Sequence[Tensor], u: Sequence[Tensor | None]) -> list[Tensor]:
         """Which hidden units of the residual layers are on at z: booleans (B, E·C_i, H_i, W_i)."""
@@ -274,10 +248,8 @@ class PotentialMap(nn.Module):
         hat = np.array([block.lipschitz(leaf, train) for block in self.residual])
         m = self.mixing().detach().double().cpu().numpy()
         path = np.eye(self.n)
-        for i in range(self.n):
-            for j in range(self.n):
-                if i != j:
-                    path[i, j] = bounds.lip_compose(*(c.lipschitz(leaf, train) for c in self.paths[_key(i, j)]))
+        for i, j in self.pairs():
+            path[i, j] = bounds.lip_compose(*(c.lipschitz(leaf, train) for c in self.path(i, j)))
         return m * path * hat[None, :]
 
     def lipschitz(self, leaf: Leaf = no_answer, train: bool = True, reading: str = "spectral") -> float:
@@ -287,8 +259,3 @@ class PotentialMap(nn.Module):
     def constrain(self, prove: bool = True) -> float:
         """Nothing to do: the bound holds for all weights."""
         return 0.0
-
-
-def _key(i: int, j: int) -> str:
-    """Name of the path from branch j to branch i, counted from 1 as in the paper."""
-    return f"{j + 1}to{i + 1}"

@@ -135,11 +135,10 @@ def test_certified_family_and_baselines_share_the_recipe():
 
 
 def test_names_are_those_of_the_model():
-    from lipmdeq import model
-    from lipmdeq.bounds import spec
+    from lipmdeq import bounds, model
 
     assert set(PRESETS) == set(model.PRESETS)
-    assert ABLATIONS == tuple(model.ABLATIONS) == spec.ABLATIONS[:-1]
+    assert (*ABLATIONS, "MDEQ") == tuple(model.UNDONE) == bounds.ABLATIONS
 
 
 def test_every_config_builds_its_model():
