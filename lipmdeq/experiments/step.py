@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.world import World
-from lipmdeq.solvers import Anderson, Broyden, Picard, Solution
+from lipmdeq.solvers import Anderson, Broyden, Memory, Picard, Solution
 from lipmdeq.solvers.gradients import JFB, Implicit, Phantom, Unrolled, jacobian_regularisation
 
 LAST_LR = 1e-6
@@ -63,15 +63,20 @@ def jacobian_weight(cfg: RunConfig, epoch: int, step: int) -> float:
 
 
 class Batch(nn.Module):
-    """Loss of one batch: what DistributedDataParallel wraps, so that its gradients are averaged."""
+    """Loss of one batch: what DistributedDataParallel wraps, so that its gradients are averaged.
 
-    def __init__(self, model: nn.Module, autocast: Autocast = nullcontext, smoothing: float = 0.0):
+    ``memory`` is what the solves of one batch leave for those of the next.
+    """
+
+    def __init__(
+        self, model: nn.Module, autocast: Autocast = nullcontext, smoothing: float = 0.0, memory: Memory | None = None
+    ):
         super().__init__()
-        self.model, self.autocast, self.smoothing = model, autocast, smoothing
+        self.model, self.autocast, self.smoothing, self.memory = model, autocast, smoothing, memory or Memory()
 
     def forward(self, x: Tensor, y: Tensor, jacobian: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Solution]:
         """(loss, cross-entropy, logits, Solution) for images x (B, C, H, W) and labels y (B,)."""
-        z, solution = self.model.equilibrium(x, autocast=self.autocast, pair=jacobian > 0)
+        z, solution = self.model.equilibrium(x, autocast=self.autocast, pair=jacobian > 0, memory=self.memory)
         with self.autocast():
             logits = self.model.head(z)
             ce = loss = F.cross_entropy(logits, y)
