@@ -152,6 +152,13 @@ def _strides(name: str, value: object) -> tuple[int, int] | None:
         raise ValueError(f"{name} = {_short(value)}: must be two numbers, each 1 or 2, or None") from None
 
 
+def _fixed_steps(name: str, value: object) -> int | str | None:
+    try:
+        return value if value in (None, "auto") else check_whole(name, value, 1, 1000)
+    except ValueError:
+        raise ValueError(f"{name} = {_short(value)}: must be a whole number in [1, 1000], 'auto' or None") from None
+
+
 def _par(default: object, check: Check, text: str) -> object:
     return field(default=default, metadata={"check": check, "help": text})
 
@@ -195,6 +202,11 @@ class RunConfig:
     steps: int = _par(3, whole(high=1000), "applications of f in an explicit network, method unrolled")
     jacobian_weight: float = _par(0.0, number(0, ends="[)"), "weight of Jacobian regularisation, 0: off")
     solver: str = _par("anderson", choice("anderson", "picard", "broyden"), "anderson, picard or broyden, both ways")
+    fixed_steps: int | str | None = _par(
+        None,
+        _fixed_steps,
+        "evaluations of every picard solve, read once at its end; auto: from the last solve; None: off",
+    )
     tol: float = _par(1e-3, number(), "relative residual at which a solve stops, > 0")
     max_forward: int = _par(18, whole(1, 10_000), "largest number of evaluations of f in a forward solve")
     max_backward: int = _par(20, whole(1, 10_000), "largest number of evaluations in a backward solve")
@@ -238,6 +250,8 @@ class RunConfig:
         self._settle()
         if self.ablation is not None and self.model == "mdeq":
             raise ParameterError(f"ablation = {self.ablation!r}: must be None for model = 'mdeq'")
+        if self.fixed_steps is not None and self.solver != "picard":
+            raise ParameterError(f"fixed_steps = {self.fixed_steps!r}: must be None for solver = {self.solver!r}")
         if self.compile and self.jacobian_weight:
             raise ParameterError("compile = True: must be False with jacobian_weight > 0 (second derivatives)")
         if self.eval_split == "val" and not self.val_images:

@@ -28,7 +28,7 @@ from torch import nn
 
 from lipmdeq.certificate import Certificate, fingerprint, jsonable
 from lipmdeq.data.files import atomic, check_stored, sweep
-from lipmdeq.experiments.parameters import BOOKKEEPING, RunConfig, RunError
+from lipmdeq.experiments.parameters import RunConfig, RunError
 from lipmdeq.experiments.seal import FORMAT as FORMAT
 from lipmdeq.experiments.seal import content_sha256, read_json, read_sealed
 from lipmdeq.experiments.seal import read_record as read_record
@@ -197,13 +197,12 @@ def locked(folder: Path, writes: bool = True) -> Iterator[None]:
 
 
 def same_run(cfg: RunConfig, parameters: dict, where: Path) -> None:
-    """Refuse to go on in a folder that holds a run with other parameters."""
-    old = {k: v for k, v in parameters.items() if k not in BOOKKEEPING}
+    """Refuse to go on in a folder that holds a run with other parameters; one that is younger than the run had its default."""
     for name, value in cfg.identity().items():
-        if name not in old or old[name] != value:
-            was = repr(old[name]) if name in old else "missing"
+        was = parameters.get(name, RunConfig.__dataclass_fields__[name].default)
+        if was != value:
             raise RunError(
-                f"out = {str(where)!r}: holds a run with {name} = {was}, not {value!r}; nothing was changed, "
+                f"out = {str(where)!r}: holds a run with {name} = {was!r}, not {value!r}; nothing was changed, "
                 "choose another folder or delete this one"
             )
 

@@ -28,8 +28,10 @@ CLOCKS = ("data", "forward", "backward", "optimizer", "constrain")
 
 def make_solver(cfg: RunConfig, max_iter: int, tol: float | None = None):
     """The solver of a run, forward or backward."""
-    kind = {"anderson": Anderson, "picard": Picard, "broyden": Broyden}[cfg.solver]
-    return kind(tol=cfg.tol if tol is None else tol, max_iter=max_iter)
+    options = dict(tol=cfg.tol if tol is None else tol, max_iter=max_iter)
+    if cfg.solver == "picard":
+        return Picard(**options, steps=cfg.fixed_steps)
+    return {"anderson": Anderson, "broyden": Broyden}[cfg.solver](**options)
 
 
 def make_adjoint(cfg: RunConfig, tol: float | None = None):
@@ -199,6 +201,7 @@ def residual_traces(model: nn.Module, cfg: RunConfig, x: Tensor, y: Tensor, epoc
     Train mode (one dropout mask, batch statistics) forward and backward, test mode forward; ``model`` is changed by it (running
     statistics of BatchNorm), so give it a copy.
     """
+    cfg = cfg.changed(fixed_steps=None)  # every residual is wanted
     model.solver = make_solver(cfg, TRACE_FORWARD, tol=FORCED)
     model.adjoint = Implicit(make_solver(cfg, TRACE_BACKWARD, tol=FORCED))
     torch.manual_seed(stream(TRACE, cfg.seed))

@@ -209,9 +209,13 @@ class Anderson(Solver):
 
 @dataclass(frozen=True, kw_only=True)
 class Broyden(Solver):
-    """Broyden's good method on f(z) - z, limited memory (restart after m updates), with the Picard safeguard."""
+    """Broyden's good method on f(z) - z, limited memory (restart after m updates), with the Picard safeguard.
 
-    m: int = 20
+    Attributes:
+        m: updates kept, at most max_iter: two states each. Where f contracts slowly, a restart costs evaluations.
+    """
+
+    m: int = 60
 
     def __post_init__(self):
         super().__post_init__()

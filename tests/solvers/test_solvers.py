@@ -732,3 +732,20 @@ def test_large_histories_are_used_again_and_never_seen(solver):
     assert solve(f, torch.zeros(2, 400_000, dtype=torch.double)).z.dtype == torch.double
     solve(torch.cos, torch.zeros(1, 5))
     assert room.block is None  # a small one drops it
+
+
+@pytest.mark.parametrize("tol", [1e-3, 1e-6])
+def test_broyden_needs_no_more_evaluations_than_torchdeq(tol):
+    """Mean over seeded maps, all evaluations counted on both sides; without the safeguard's guarantee theirs may also fail."""
+    peer = pytest.importorskip("torchdeq.solver").broyden_solver
+    z0 = torch.zeros(8, 100, dtype=DOUBLE)
+    for rate in (0.5, 0.9, 0.95, 0.99):
+        ours, theirs = [], []
+        for kind in ("affine", "symmetric", "tanh", "relu"):
+            for seed in range(3):
+                f = contraction(np.random.default_rng(seed), 100, rate, kind)
+                g = counted(lambda z, f=f: f(z) * torch.linspace(0.5, 1, 8, dtype=DOUBLE)[:, None])
+                peer(g, z0, max_iter=200, tol=tol, stop_mode="rel")
+                theirs.append(g.n)
+                ours.append(Broyden(tol=tol, max_iter=200).solve(g, z0).nfe)
+        assert np.mean(ours) <= np.mean(theirs), (rate, ours, theirs)
