@@ -132,15 +132,13 @@ def deq(  # eight parameters: the problem (2), how it is solved (2), what is ask
     """z* = f(z*) with gradients to all that f closes over.
 
     Args:
-        f: z -> f(z; x, theta), tensor (B, ...) or list of tensors in, the same out.
-        z0: where the solve starts.
-        solver: forward solver; default Anderson().
-        adjoint: gradient rule; default Implicit().
+        f: z -> f(z; x, theta), tensor (B, ...) or list of tensors in, the same out. z0: where the solve starts.
+        solver: forward solver; default Anderson(). adjoint: gradient rule; default Implicit().
         pair: keep (f(z_in), z_in) with graph in `solution.pair`, for `jacobian_regularisation`.
         throw: raise ConvergenceError if a sample does not converge.
         inputs: all that f closes over and that wants a gradient, as f uses it (parameters, injected input). Not needed;
             with it the implicit gradient can save one product. If something is missing, it is as if none were given.
-        memory: what was learnt by the last call and by this one; not needed, saves evaluations.
+        memory: what was learnt by the last call, and by this one. Not needed; saves evaluations.
 
     Returns:
         (z, Solution). Without grad mode no graph is made and f is not called again; with it `nfe_total` tells whether
@@ -150,25 +148,29 @@ def deq(  # eight parameters: the problem (2), how it is solved (2), what is ask
     require(isinstance(adjoint, _RULES), "adjoint", adjoint, "one of " + ", ".join(r.__name__ for r in _RULES))
     if isinstance(adjoint, Unrolled):
         return _unroll(f, z0, adjoint.k, solver, throw)
-    linear, grad = isinstance(adjoint, Implicit | Neumann), torch.is_grad_enabled()
-    recorder = Recorder(f, needs_z=linear or pair) if grad and (pair or not isinstance(adjoint, Phantom)) else None
-    solution = solver.solve(f, z0, throw=throw, final=recorder, expect=memory.forward, room=memory.room)
+    recorder = Recorder(f, isinstance(adjoint, Implicit | Neumann) or pair) if torch.is_grad_enabled() else None
+    final = None if isinstance(adjoint, Phantom) and not pair else recorder
+    solution = solver.solve(f, z0, throw=throw, final=final, expect=memory.forward, room=memory.room)
     memory.forward, z_in, solution.z_in = solution.expect, solution.z_in, None
-    if recorder and not solution.final_used:
+    if recorder is None:
+        return solution.z, solution
+    if final and not solution.final_used:
         recorder(z_in)
         solution.nfe_total += 1
-    if pair and grad:
-        solution.pair = (recorder.fz, recorder.z_in)
-    if not grad:
-        return solution.z, solution
-    if isinstance(adjoint, Phantom):
-        return _phantom(f, solution, adjoint), solution
-    if not linear:
-        return recorder.fz, solution
-    found = None if pair else joined(adjoint, solution, recorder, inputs, memory)
+    solution.pair = (recorder.fz, recorder.z_in) if pair else None
+    return _attached(adjoint, solution, recorder, () if pair else inputs, memory), solution
+
+
+def _attached(rule, solution: Solution, recorder: Recorder, inputs: Sequence[Tensor], memory: Memory) -> State:
+    """z with the graph of the rule behind it."""
+    if isinstance(rule, Phantom):
+        return _phantom(recorder.f, solution, rule)
+    if isinstance(rule, JFB):
+        return recorder.fz
+    found = joined(rule, solution, recorder, inputs, memory)
     if found is None:
-        found = _Adjoint.apply(adjoint, solution, recorder, memory, *branches(recorder.fz))
-    return like(found, z0), solution
+        found = _Adjoint.apply(rule, solution, recorder, memory, *branches(recorder.fz))
+    return like(found, solution.z)
 
 
 def _phantom(f: Map, solution: Solution, rule: Phantom) -> State:
