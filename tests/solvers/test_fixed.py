@@ -6,7 +6,8 @@ import torch
 from test_solvers import DOUBLE, affine, counted
 
 from lipmdeq import bounds
-from lipmdeq.solvers import Implicit, Memory, Picard, SolverWarning, deq
+from lipmdeq.solvers import Implicit, Memory, Picard, SolverWarning, deq, fixed
+from lipmdeq.solvers.layout import norms
 
 pytestmark = pytest.mark.filterwarnings("ignore::lipmdeq.solvers.SolverWarning")
 
@@ -42,10 +43,7 @@ def test_the_error_bound_is_reached():
 def test_auto_reads_seldom_and_learns(monkeypatch):
     f, z0, star = affine(30, 0.85)
     looks = []
-    monkeypatch.setattr(
-        "lipmdeq.solvers.fixed.norms",
-        lambda x, n=__import__("lipmdeq.solvers.layout", fromlist=["norms"]).norms: looks.append(1) or n(x),
-    )
+    monkeypatch.setattr(fixed, "norms", lambda x: looks.append(1) or norms(x))
     solver = Picard(tol=1e-6, max_iter=200, steps="auto", check=20)
     plain = Picard(tol=1e-6, max_iter=200).solve(f, z0)
     s = solver.solve(f, z0)
