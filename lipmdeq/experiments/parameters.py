@@ -100,11 +100,19 @@ def _strides(value: object) -> tuple | None:
     return None if value is None else tuple(found)
 
 
+def _fixed(value: object) -> object:
+    found = _plain(value)
+    if found not in (None, "auto") and not (type(found) is int and 1 <= found <= 1000):
+        raise ValueError("must be a whole number in [1, 1000], 'auto' or None")
+    return found
+
+
 Number = Annotated[float, BeforeValidator(_plain)]
 Whole = Annotated[int, BeforeValidator(_plain)]
 Text = Annotated[str, BeforeValidator(_path)]
 Device = Annotated[str, BeforeValidator(_device)]
 Epochs = Annotated[tuple[int, ...], BeforeValidator(_epochs)]
+FixedSteps = Annotated[int | str | None, BeforeValidator(_fixed)]
 Strides = Annotated[tuple[int, int] | None, BeforeValidator(_strides)]
 
 
@@ -211,6 +219,9 @@ class RunConfig(BaseModel):
     steps: Whole = par(3, "applications of f in an explicit network, method unrolled", ge=1, le=1000)
     jacobian_weight: Number = par(0.0, "weight of Jacobian regularisation, 0: off", ge=0)
     solver: Literal["anderson", "picard", "broyden"] = par("anderson", "anderson, picard or broyden, both ways")
+    fixed_steps: FixedSteps = par(
+        None, "evaluations of every picard solve, read once at its end; auto: from the last solve; None: off"
+    )
     tol: Number = par(1e-3, "relative residual at which a solve stops, > 0", gt=0)
     max_forward: Whole = par(18, "largest number of evaluations of f in a forward solve", ge=1, le=10_000)
     max_backward: Whole = par(20, "largest number of evaluations in a backward solve", ge=1, le=10_000)
@@ -273,6 +284,8 @@ class RunConfig(BaseModel):
                 )
         if self.ablation is not None and self.model == "mdeq":
             raise ValueError(f"ablation = {self.ablation!r}: must be None for model = 'mdeq'")
+        if self.fixed_steps is not None and self.solver != "picard":
+            raise ValueError(f"fixed_steps = {self.fixed_steps!r}: must be None for solver = {self.solver!r}")
         if self.compile and self.jacobian_weight:
             raise ValueError("compile = True: must be False with jacobian_weight > 0 (second derivatives)")
         if self.eval_split == "val" and not self.val_images:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_json
 
 from lipmdeq.data.files import atomic
-from lipmdeq.experiments.parameters import BOOKKEEPING, OneSentence, RunConfig, RunError, short
+from lipmdeq.experiments.parameters import OneSentence, RunConfig, RunError, short
 
 if TYPE_CHECKING:
     from lipmdeq.certificate import Certificate
@@ -295,13 +295,12 @@ def read_record(path: str | Path) -> dict:
 
 
 def same_run(cfg: RunConfig, parameters: dict, where: Path) -> None:
-    """Refuse to go on in a folder that holds a run with other parameters."""
-    old = {k: v for k, v in parameters.items() if k not in BOOKKEEPING}
+    """Refuse to go on in a folder that holds a run with other parameters; one that is younger than the run had its default."""
     for name, value in cfg.identity().items():
-        if name not in old or old[name] != value:
-            was = repr(old[name]) if name in old else "missing"
+        was = parameters.get(name, RunConfig.model_fields[name].default)
+        if was != value:
             raise RunError(
-                f"out = {str(where)!r}: holds a run with {name} = {was}, not {value!r}; nothing was changed, "
+                f"out = {str(where)!r}: holds a run with {name} = {was!r}, not {value!r}; nothing was changed, "
                 "choose another folder or delete this one"
             )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.world import World
-from lipmdeq.solvers import Anderson, Broyden, Picard, Solution
+from lipmdeq.solvers import Anderson, Broyden, Memory, Picard, Solution
 from lipmdeq.solvers.gradients import JFB, Implicit, Phantom, Unrolled, jacobian_regularisation
 
 LAST_LR = 1e-6
@@ -28,8 +28,10 @@ CLOCKS = ("data", "forward", "backward", "optimizer", "constrain")
 
 def make_solver(cfg: RunConfig, max_iter: int, tol: float | None = None):
     """The solver of a run, forward or backward."""
-    kind = {"anderson": Anderson, "picard": Picard, "broyden": Broyden}[cfg.solver]
-    return kind(tol=cfg.tol if tol is None else tol, max_iter=max_iter)
+    options = dict(tol=cfg.tol if tol is None else tol, max_iter=max_iter)
+    if cfg.solver == "picard":
+        return Picard(**options, steps=cfg.fixed_steps)
+    return {"anderson": Anderson, "broyden": Broyden}[cfg.solver](**options)
 
 
 def make_adjoint(cfg: RunConfig, tol: float | None = None):
@@ -63,15 +65,20 @@ def jacobian_weight(cfg: RunConfig, epoch: int, step: int) -> float:
 
 
 class Batch(nn.Module):
-    """Loss of one batch: what DistributedDataParallel wraps, so that its gradients are averaged."""
+    """Loss of one batch: what DistributedDataParallel wraps, so that its gradients are averaged.
 
-    def __init__(self, model: nn.Module, autocast: Autocast = nullcontext, smoothing: float = 0.0):
+    ``memory`` is what the solves of one batch leave for those of the next.
+    """
+
+    def __init__(
+        self, model: nn.Module, autocast: Autocast = nullcontext, smoothing: float = 0.0, memory: Memory | None = None
+    ):
         super().__init__()
-        self.model, self.autocast, self.smoothing = model, autocast, smoothing
+        self.model, self.autocast, self.smoothing, self.memory = model, autocast, smoothing, memory or Memory()
 
     def forward(self, x: Tensor, y: Tensor, jacobian: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Solution]:
         """(loss, cross-entropy, logits, Solution) for images x (B, C, H, W) and labels y (B,)."""
-        z, solution = self.model.equilibrium(x, autocast=self.autocast, pair=jacobian > 0)
+        z, solution = self.model.equilibrium(x, autocast=self.autocast, pair=jacobian > 0, memory=self.memory)
         with self.autocast():
             logits = self.model.head(z)
             ce = loss = F.cross_entropy(logits, y)
@@ -194,6 +201,7 @@ def residual_traces(model: nn.Module, cfg: RunConfig, x: Tensor, y: Tensor, epoc
     Train mode (one dropout mask, batch statistics) forward and backward, test mode forward; ``model`` is changed by it (running
     statistics of BatchNorm), so give it a copy.
     """
+    cfg = cfg.changed(fixed_steps=None)  # every residual is wanted
     model.solver = make_solver(cfg, TRACE_FORWARD, tol=FORCED)
     model.adjoint = Implicit(make_solver(cfg, TRACE_BACKWARD, tol=FORCED))
     torch.manual_seed(stream(TRACE, cfg.seed))

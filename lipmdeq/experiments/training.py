@@ -43,8 +43,7 @@ from lipmdeq.experiments.step import (
 from lipmdeq.experiments.world import World, git_commit, now, progress_bar
 from lipmdeq.model import build
 from lipmdeq.model.layers import Conv
-from lipmdeq.solvers import SolverWarning
-from lipmdeq.solvers.gradients import Implicit
+from lipmdeq.solvers import Memory, SolverWarning
 
 DIVERGED = 1000  # times the loss of guessing, ln(classes), beyond which a run is stopped
 DEPTH_IMAGES = 2000  # evaluated images on which the depth report is made
@@ -134,7 +133,8 @@ class Run:
         self.log = log if log is not None and world.writes else (lambda line: None)
         self.data = open_data(cfg, world.device)
         self.model = world.prepare(new_model(cfg, self.data))
-        self.batch = world.wrap(Batch(self.model, world.autocast, cfg.label_smoothing))
+        self.memory = Memory()
+        self.batch = world.wrap(Batch(self.model, world.autocast, cfg.label_smoothing, self.memory))
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.adam = torch.optim.Adam(trained, lr=cfg.lr, fused=True)
         self.steps = self.data.train.steps(cfg.batch, drop_last=True)
@@ -218,9 +218,7 @@ class Run:
 
     def _forget(self) -> None:
         """What constraints and solvers remember is not saved, so nobody may know it after a checkpoint."""
-        self.model.solver.forget()
-        if isinstance(self.model.adjoint, Implicit):
-            self.model.adjoint.solver.forget()
+        self.memory.forget()
         for module in self.model.f.modules():
             if isinstance(module, Conv):
                 module.forget()

@@ -19,7 +19,7 @@ from lipmdeq.model.config import ModelConfig, configure
 from lipmdeq.model.potential import PotentialMap
 from lipmdeq.solvers import Anderson
 from lipmdeq.solvers.gradients import Implicit, deq
-from lipmdeq.solvers.solution import Map
+from lipmdeq.solvers.solution import Map, Memory
 
 Autocast = Callable[[], AbstractContextManager]
 
@@ -144,12 +144,20 @@ class MDEQ(nn.Module):
 
         return f, self.z0(u[0].to(wide)), self.f.inputs(u, held)
 
-    def equilibrium(self, x: Tensor, solver=None, adjoint=None, autocast: Autocast = nullcontext, pair: bool = False):
+    def equilibrium(
+        self,
+        x: Tensor,
+        solver=None,
+        adjoint=None,
+        autocast: Autocast = nullcontext,
+        pair: bool = False,
+        memory: Memory | None = None,
+    ):
         """(z*, Solution) for images x (B, C, H, W); arguments as in :func:`lipmdeq.solvers.deq`."""
         self.check_images(x)
         f, z0, inputs = self.problem(x, autocast)
         solver, adjoint = solver or self.solver, adjoint or self.adjoint
-        return deq(f, z0, solver=solver, adjoint=adjoint, inputs=inputs, pair=pair)
+        return deq(f, z0, solver=solver, adjoint=adjoint, inputs=inputs, pair=pair, memory=memory)
 
     def forward(self, x: Tensor, details: bool = False):
         """Logits (B, classes); with details also the Solution of the solve."""

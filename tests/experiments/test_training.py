@@ -255,7 +255,7 @@ def test_resumed_where_the_number_of_evaluations_changes(tmp_path, monkeypatch):
 
     def one_step(self, *args):
         step(self, *args)
-        taken.append(vars(self.model.solver)["_recent"])
+        taken.append(self.memory.forward)
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "_one_step", one_step)

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from lipmdeq.bounds import banach
-from lipmdeq.solvers import Anderson, Broyden, ConvergenceError, Picard
+from lipmdeq.solvers import Anderson, Broyden, ConvergenceError, Memory, Picard
 from lipmdeq.solvers.gradients import JFB, Implicit, Neumann, Phantom, Unrolled, deq, jacobian_regularisation
 
 DOUBLE = torch.float64
@@ -211,13 +211,19 @@ def test_value_is_the_solvers_and_calls_are_counted(rule, solver, cap):
     assert z.requires_grad and z.equal(s.z) and z.equal(free)  # training and test see the same equilibrium
 
 
-def test_a_solver_remembers_where_to_record_the_graph():
-    """Strong contraction: two evaluations, and from the second solve on no third one for the graph."""
-    layer, (x, _) = Layer(rate=1e-4), data()
-    solver = Anderson()
-    counts = [(s.nfe, s.nfe_total) for s in (layer(x, solver=solver)[1] for _ in range(3))]
-    assert counts == [(2, 3), (2, 2), (2, 2)]
-    assert solver == Anderson() and hash(solver) == hash(Anderson())
+def test_what_is_remembered_is_seen():
+    """Strong contraction: two evaluations, and from the second solve on no third one for the graph; solvers keep nothing."""
+    layer, (x, cot) = Layer(rate=1e-4), data()
+    solver, rule, memory = Anderson(), Implicit(Anderson()), Memory()
+    before = dict(vars(solver)), dict(vars(rule.solver))
+    counts = [(s.nfe, s.nfe_total) for s in (layer(x, solver=solver, memory=memory)[1] for _ in range(3))]
+    assert counts == [(2, 3), (2, 2), (2, 2)] and (memory.forward, memory.backward) == (2, None)
+    (layer(x, solver=solver, adjoint=rule, memory=memory)[0] * cot).sum().backward()
+    assert memory.backward == 2
+    assert (vars(solver), vars(rule.solver)) == before
+    memory.forget()
+    assert layer(x, solver=solver, memory=memory)[1].nfe_total == 3
+    assert layer(x, solver=solver)[1].nfe_total == layer(x, solver=solver)[1].nfe_total == 3
 
 
 class Counted(torch.autograd.Function):
@@ -245,7 +251,7 @@ def test_the_last_product_and_the_gradient_are_one_walk(frozen):
     wanted = [leaf, *(p for p in layer.parameters() if p.requires_grad)]
 
     def run(inputs, tol=1e-4):
-        rule = Implicit(Anderson(tol=tol))
+        rule, memory = Implicit(Anderson(tol=tol)), Memory()
         for _ in range(2):  # the second solve knows how long the first one took
             u = leaf * 1.0  # not a leaf, as the output of a stem
             z, s = deq(
@@ -254,6 +260,7 @@ def test_the_last_product_and_the_gradient_are_one_walk(frozen):
                 solver=TIGHT,
                 adjoint=rule,
                 inputs=inputs(u),
+                memory=memory,
             )
             Counted.walks = 0
             grads = torch.autograd.grad((z * cot).sum(), [u, *wanted])
@@ -277,10 +284,10 @@ def told_and_not(make, again=2):
     """Gradients with and without `inputs`; make() returns (f, z0, inputs, loss of z, wanted); the last of some solves."""
     found = []
     for told in (True, False):
-        rule = Implicit(TIGHT)
+        rule, memory = Implicit(TIGHT), Memory()
         for _ in range(again):
             f, z0, inputs, loss, wanted = make()
-            z, s = deq(f, z0, solver=TIGHT, adjoint=rule, inputs=inputs if told else ())
+            z, s = deq(f, z0, solver=TIGHT, adjoint=rule, inputs=inputs if told else (), memory=memory)
             grads = torch.autograd.grad(loss(z), wanted, allow_unused=True)
         found.append(grads)
         if told:
@@ -298,7 +305,7 @@ def test_hooks_see_a_gradient_once(hook):
         p.grad.mul_(2)
 
     def run(told, late=False):
-        rule, leaf = Implicit(TIGHT), x.clone().requires_grad_()
+        rule, leaf, memory = Implicit(TIGHT), x.clone().requires_grad_(), Memory()
         for _ in range(2):
             layer.zero_grad()
             leaf.grad, u, handles = None, leaf * 1.0, []
@@ -320,7 +327,7 @@ def test_hooks_see_a_gradient_once(hook):
             inputs = [u, *layer.parameters()] if told else ()
             if not late:
                 put()
-            z, _ = deq(f, torch.zeros_like(x), solver=TIGHT, adjoint=rule, inputs=inputs)
+            z, _ = deq(f, torch.zeros_like(x), solver=TIGHT, adjoint=rule, inputs=inputs, memory=memory)
             if late:
                 put()
             try:
@@ -448,7 +455,7 @@ def test_the_graph_is_freed_by_backward():
 def test_a_solve_that_ends_at_its_cap_does_not_depend_on_the_one_before():
     x = torch.ones(1, 1, dtype=DOUBLE)
     for rates in (0.2, 0.8), (0.8,):
-        rule = Implicit(Picard(tol=1e-2, max_iter=3))
+        rule, memory = Implicit(Picard(tol=1e-2, max_iter=3)), Memory()
         for rate in rates:
             leaf = x.clone().requires_grad_()
             z, _ = deq(
@@ -457,6 +464,7 @@ def test_a_solve_that_ends_at_its_cap_does_not_depend_on_the_one_before():
                 solver=TIGHT,
                 adjoint=rule,
                 inputs=[leaf],
+                memory=memory,
             )
             (grad,) = torch.autograd.grad(z.sum(), leaf)
         assert grad.item() == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3)
@@ -468,7 +476,7 @@ def test_a_merged_gradient_waits_for_every_sample():
     (x, cot), w = data(d=9), torch.linspace(-1, 1, 9, dtype=DOUBLE)
 
     def run(i):
-        xi, rule, grads = x[i].clone().requires_grad_(), Implicit(Anderson(tol=1e-4)), []
+        xi, rule, grads, memory = x[i].clone().requires_grad_(), Implicit(Anderson(tol=1e-4)), [], Memory()
         for _ in range(2):
             z, s = deq(
                 lambda s: torch.tanh(rate[i] * w * s.roll(1, 1) + xi),
@@ -476,6 +484,7 @@ def test_a_merged_gradient_waits_for_every_sample():
                 solver=TIGHT,
                 adjoint=rule,
                 inputs=[xi],
+                memory=memory,
             )
             grads += torch.autograd.grad((z * cot[i]).sum(), xi)
         assert s.backward.final_used
@@ -766,7 +775,7 @@ def test_implicit_is_never_jfb(solver, given):
     A = (A / torch.linalg.matrix_norm(A, 2)[:, None, None]).requires_grad_()
     rate = torch.tensor([4e-4, 0.02], dtype=DOUBLE)[:, None]
     b, w = torch.randn(2, 6, dtype=DOUBLE), torch.randn(2, 6, dtype=DOUBLE)
-    rule = Implicit(solver)
+    rule, memory = Implicit(solver), Memory()
     for _ in range(2):  # the second time the length of the solve is foreseen
         z, s = deq(
             lambda z: rate * torch.einsum("bij,bj->bi", A, z) + b,
@@ -774,6 +783,7 @@ def test_implicit_is_never_jfb(solver, given):
             solver=Anderson(tol=1e-12),
             adjoint=rule,
             inputs=[A] if given else [],
+            memory=memory,
         )
         (got,) = torch.autograd.grad((w * z).sum(), A)
     x = torch.linalg.solve((torch.eye(6, dtype=DOUBLE) - rate[:, :, None] * A.detach()).mT, w)

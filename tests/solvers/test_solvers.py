@@ -12,7 +12,8 @@ import torch
 from lipmdeq import bounds
 from lipmdeq.solvers import Anderson, Broyden, ConvergenceError, Picard, SolverWarning
 from lipmdeq.solvers import steps as acceleration
-from lipmdeq.solvers.steps import Layout, anderson_weights
+from lipmdeq.solvers.layout import Layout, Room
+from lipmdeq.solvers.steps import anderson_weights
 
 ALL = [Picard, Anderson, Broyden]
 FAST = [Anderson, Broyden]
@@ -650,14 +651,17 @@ def test_scale_of_single_precision_states(solver, scale):
     assert (true < 2e-5).all()
 
 
-def test_the_guess_can_be_forgotten():
-    solver = Anderson()
+def test_solvers_remember_nothing():
+    """What was learnt comes out as `expect`, and goes into the next solve; it decides which evaluation is `final`."""
+    solver = Anderson(tol=1e-6)
     f, z0, _ = affine(5, 0.5)
-    solver.solve(f, z0, final=f)
-    assert "_recent" in vars(solver)
-    solver.forget()
-    assert "_recent" not in vars(solver)
-    solver.forget()
+    first = solver.solve(f, z0, final=f)
+    assert first.expect == first.nfe and solver == Anderson(tol=1e-6) and vars(solver) == vars(Anderson(tol=1e-6))
+    for k in range(1, first.nfe + 1):
+        calls = []
+        s = solver.solve(f, z0, final=lambda z, calls=calls: calls.append(1) or f(z), expect=k)
+        assert calls and s.z.equal(first.z) and (s.final_used or k < first.nfe)
+    assert Anderson(tol=1e-9, max_iter=2).solve(f, z0).expect is None
 
 
 def test_known_constant_at_the_fixed_point_and_with_an_empty_branch():
@@ -702,30 +706,46 @@ def test_inner_products_that_waited_are_those_of_the_history(monkeypatch):
 @pytest.mark.parametrize("solver", [Anderson(tol=1e-6), Broyden(tol=1e-6, m=6)])
 def test_large_histories_are_used_again_and_never_seen(solver):
     """The memory of a large history serves the next solve; no result lies in it, and it is no trap in other modes."""
-    acceleration._SPARE.clear()
+    room = Room()
+    solve = partial(solver.solve, room=room)
     torch.manual_seed(0)
     b = torch.randn(2, 400_000)
 
     def f(z):
         return 0.5 * torch.sin(z) + b
 
-    first = solver.solve(f, torch.zeros_like(b))
-    (block,) = acceleration._SPARE
-    kept = first.z.clone()
-    second = solver.solve(lambda z: f(z) + 1, torch.zeros_like(b))
-    assert acceleration._SPARE[0] is block
+    first = solve(f, torch.zeros_like(b))
+    block, kept = room.block, first.z.clone()
+    second = solve(lambda z: f(z) + 1, torch.zeros_like(b))
+    assert block is not None and room.block is block
     assert torch.equal(first.z, kept) and not torch.equal(first.z, second.z)
     block.fill_(torch.nan)
-    assert torch.equal(solver.solve(f, torch.zeros_like(b)).z, kept)
-    assert second.z.isfinite().all()
+    assert torch.equal(solve(f, torch.zeros_like(b)).z, kept)
+    assert second.z.isfinite().all() and torch.equal(solver.solve(f, torch.zeros_like(b)).z, kept)
     with torch.inference_mode():
-        solver.solve(f, torch.zeros(2, 400_000))
-        acceleration._SPARE.clear()
-        assert torch.equal(solver.solve(f, torch.zeros(2, 400_000)).z, kept)
-    assert torch.equal(solver.solve(f, torch.zeros_like(b)).z, kept)  # the block of inference mode is not for here
-    inner = solver.solve(lambda z: f(z) + 0 * solver.solve(f, torch.zeros_like(b)).z, torch.zeros_like(b))
+        solve(f, torch.zeros(2, 400_000))
+        room.block = None
+        assert torch.equal(solve(f, torch.zeros(2, 400_000)).z, kept)
+    assert torch.equal(solve(f, torch.zeros_like(b)).z, kept)  # the block of inference mode is not for here
+    inner = solve(lambda z: f(z) + 0 * solve(f, torch.zeros_like(b)).z, torch.zeros_like(b))
     assert torch.equal(inner.z, kept)  # a solve inside a solve has its own
-    double = solver.solve(f, torch.zeros(2, 400_000, dtype=torch.double))
-    assert double.z.dtype == torch.double
-    solver.solve(torch.cos, torch.zeros(1, 5))
-    assert not acceleration._SPARE  # a small one drops it
+    assert solve(f, torch.zeros(2, 400_000, dtype=torch.double)).z.dtype == torch.double
+    solve(torch.cos, torch.zeros(1, 5))
+    assert room.block is None  # a small one drops it
+
+
+@pytest.mark.parametrize("tol", [1e-3, 1e-6])
+def test_broyden_needs_no_more_evaluations_than_torchdeq(tol):
+    """Mean over seeded maps, all evaluations counted on both sides; without the safeguard's guarantee theirs may also fail."""
+    peer = pytest.importorskip("torchdeq.solver").broyden_solver
+    z0 = torch.zeros(8, 100, dtype=DOUBLE)
+    for rate in (0.5, 0.9, 0.95, 0.99):
+        ours, theirs = [], []
+        for kind in ("affine", "symmetric", "tanh", "relu"):
+            for seed in range(3):
+                f = contraction(np.random.default_rng(seed), 100, rate, kind)
+                g = counted(lambda z, f=f: f(z) * torch.linspace(0.5, 1, 8, dtype=DOUBLE)[:, None])
+                peer(g, z0, max_iter=200, tol=tol, stop_mode="rel")
+                theirs.append(g.n)
+                ours.append(Broyden(tol=tol, max_iter=200).solve(g, z0).nfe)
+        assert np.mean(ours) <= np.mean(theirs), (rate, ours, theirs)
