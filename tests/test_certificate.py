@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lipmdeq import bounds
-from lipmdeq.certificate import JacobianProbe, certify, conv_sizes, mixed_1x1_norm
+from lipmdeq.certificate import certify, conv_sizes, mixed_1x1_norm
+from lipmdeq.jacobian import JacobianProbe
 from lipmdeq.model import build
 from lipmdeq.model.layers import MGN, Conv
 

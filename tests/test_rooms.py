@@ -17,8 +17,9 @@ MAY = {
     "norms": {"bounds"},
     "solvers": {"bounds"},
     "model": {"bounds", "norms", "solvers"},
-    "certificate": {"bounds", "norms", "model", "solvers"},
-    "depth": {"certificate", "solvers"},
+    "jacobian": {"solvers"},
+    "certificate": {"bounds", "norms", "model", "jacobian", "checks"},
+    "depth": {"certificate", "jacobian", "solvers"},
     "data": {"bounds", "shell"},
 }
 HEAVY = {"experiments": "light commands", "__main__": "light commands"}  # may import anything, late if that saves torch

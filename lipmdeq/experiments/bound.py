@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from lipmdeq import bounds
 from lipmdeq.bounds import LipschitzSpec, PotentialSpec, check_choice
+from lipmdeq.checks import jsonable
 
 TOLERANCES = (1e-3, 1e-6)
 BLOCKS = ("paper", "potential")
@@ -24,15 +25,6 @@ def parse_number(text: str) -> float | int | str:
         except ValueError:
             continue
     return text
-
-
-def _finite(value: object) -> object:
-    """JSON knows no infinity and no NaN: null instead, also inside lists and objects."""
-    if isinstance(value, dict):
-        return {key: _finite(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def bound_report(spec, ablation: str | None = None) -> dict:
@@ -241,5 +233,5 @@ def run_bound(args: argparse.Namespace) -> int:
     else:
         ablation = given.pop("ablation", None)
         report, table = bound_report(LipschitzSpec(**given), ablation), _table
-    print(json.dumps(_finite(report), indent=2, allow_nan=False) if args.json else table(report))
+    print(json.dumps(jsonable(report), indent=2, allow_nan=False) if args.json else table(report))
     return 0

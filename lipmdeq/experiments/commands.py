@@ -9,6 +9,7 @@ import argparse
 import json
 
 from lipmdeq.bounds.operations import check_whole
+from lipmdeq.checks import jsonable
 from lipmdeq.experiments.parameters import OneSentence, RunConfig, RunError
 from lipmdeq.shell import INTERRUPTED, say
 
@@ -115,7 +116,7 @@ def add_certify(commands) -> None:
 
 def run_certify(args: argparse.Namespace) -> int:
     """Print the certificate of a checkpoint."""
-    from lipmdeq.certificate import certify, jsonable
+    from lipmdeq.certificate import certify
     from lipmdeq.experiments.records import load_checkpoint, load_model
     from lipmdeq.experiments.training import test_images
 
@@ -167,7 +168,6 @@ def add_depth(commands) -> None:
 
 def run_depth(args: argparse.Namespace) -> int:
     """Print the depth report of a checkpoint on the test images of its data set."""
-    from lipmdeq.certificate import jsonable
     from lipmdeq.depth import depth
     from lipmdeq.experiments.records import load_checkpoint, load_model
     from lipmdeq.experiments.training import test_images

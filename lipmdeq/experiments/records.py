@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lipmdeq.certificate import Certificate, fingerprint, jsonable
+from lipmdeq.certificate import Certificate, fingerprint
+from lipmdeq.checks import jsonable
 from lipmdeq.data.files import atomic, check_stored, sweep
 from lipmdeq.experiments.parameters import BOOKKEEPING, RunConfig, RunError
 from lipmdeq.experiments.seal import FORMAT as FORMAT

@@ -40,6 +40,7 @@ from lipmdeq.experiments.step import (
     stream,
 )
 from lipmdeq.experiments.world import World, progress_bar
+from lipmdeq.jacobian import Measurement
 from lipmdeq.model import configure
 from lipmdeq.model.layers import Conv
 from lipmdeq.solvers import SolverWarning
@@ -326,7 +327,7 @@ class Run:
         if not self.world.writes:
             return {}
         x, _ = self._images(PROBED)
-        proof = certify(self._copy().eval(), x=x, random_points=0, progress=False)
+        proof = certify(self._copy().eval(), x=x, measure=Measurement(random_points=0), progress=False)
         measured = {"measured": proof.measured_norm, "spectral_radius": proof.spectral_radius}
         return {"test": proof.test["perron"], "train": proof.train["perron"], **measured}
 
