@@ -287,7 +287,8 @@ class Certificate:
 
     def __str__(self) -> str:
         verdict = "contraction PROVED (test mode)" if self.certified else "NOT proved to be a contraction (test mode)"
-        lines = [f"Certificate, images {self.image_size}x{self.image_size}: {verdict}"]
+        kernels = f", kernels in {self.dtype}" if self.dtype else ""
+        lines = [f"Certificate, images {self.image_size}x{self.image_size}{kernels}: {verdict}"]
         lines += [f"  {a:<34} {b:>10}  {c}" for a, b, c in self.summary_rows()]
         lines += ["", f"  {'layer':<34} {'norm':>10}  {'limit':>7}  kind"]
         for r in self.layers:

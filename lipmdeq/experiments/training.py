@@ -47,6 +47,7 @@ from lipmdeq.solvers import SolverWarning
 from lipmdeq.solvers.gradients import Implicit
 
 DIVERGED = 1000  # times the loss of guessing, ln(classes), beyond which a run is stopped
+ROUNDED = {"bfloat16": torch.bfloat16}  # precision -> the type of the kernels that f uses, for which L is proved
 DEPTH_IMAGES = 2000  # evaluated images on which the depth report is made
 Log = Callable[[str], None]
 
@@ -243,7 +244,7 @@ class Run:
         record = None
         if self.world.writes:
             model = self._copy().eval()
-            proof = certify(model, x=self._images(PROBED)[0], progress=False)
+            proof = certify(model, x=self._images(PROBED)[0], dtype=ROUNDED.get(self.cfg.precision), progress=False)
             record = make_record(self, proof, depth(model, *self._images(DEPTH_IMAGES), certificate=proof))
             records.write_json(self.out / records.RECORD, record)
         self.world.wait()
@@ -327,7 +328,8 @@ class Run:
         if not self.world.writes:
             return {}
         x, _ = self._images(PROBED)
-        proof = certify(self._copy().eval(), x=x, measure=Measurement(random_points=0), progress=False)
+        how = dict(dtype=ROUNDED.get(self.cfg.precision), measure=Measurement(random_points=0))
+        proof = certify(self._copy().eval(), x=x, progress=False, **how)
         measured = {"measured": proof.measured_norm, "spectral_radius": proof.spectral_radius}
         return {"test": proof.test["perron"], "train": proof.train["perron"], **measured}
 
