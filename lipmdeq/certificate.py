@@ -45,9 +45,7 @@ KNOWN = (
 
 
 def fingerprint(module: nn.Module) -> str:
-    """sha256 over names and values of all parameters and buffers: the certificate holds for these and no
-    others.
-    """
+    """sha256 over names and values of all parameters and buffers: the certificate holds for these and no others."""
     digest = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         digest.update(name.encode())
@@ -207,14 +205,13 @@ def conv_sizes(f: FixedPointMap, image_size: int, configured: int) -> dict[Conv,
 def readings(matrix: np.ndarray, tol: float) -> dict:
     """What follows from a comparison matrix: three constants, weights, guaranteed steps."""
     rho, d = bounds.perron(matrix)
-    cond = float(max(d) / min(d))
     return dict(
         frobenius=float(bounds.frobenius(matrix)),
         spectral=float(bounds.spectral(matrix)),
         perron=float(rho),
         certified=bool(rho < 1),
         D=[float(v) for v in d],
-        cond_D=cond,
+        cond_D=float(max(d) / min(d)),
         steps=bounds.steps(rho, tol),
         matrix=np.asarray(matrix).tolist(),
     )
