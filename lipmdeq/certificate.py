@@ -20,6 +20,7 @@ import json
 import math
 import time
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from numbers import Real
 from pathlib import Path
 
@@ -29,12 +30,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lipmdeq import bounds
+from lipmdeq.checks import jsonable
+from lipmdeq.jacobian import Measurement
 from lipmdeq.model.blocks import FixedPointMap, Fusion, PostFusion, ResidualBlock
 from lipmdeq.model.layers import GN, MGN, Chain, Conv, ConvNorm, DownPath, SReLU, Up, UpPath, VariationalDropout
 from lipmdeq.model.potential import Potential, PotentialMap, UnitConv
 from lipmdeq.norms import Norm, conv_norm
-from lipmdeq.solvers import Anderson, Picard
 
+TOLERANCE = 1e-3  # relative residual to which steps are counted, as in the paper's experiments
 KNOWN = (
     FixedPointMap, ResidualBlock, Fusion, PostFusion, DownPath, UpPath, Chain, ConvNorm, Conv, GN, MGN, SReLU, Up,
     VariationalDropout, PotentialMap, Potential, UnitConv, nn.ModuleList, nn.ModuleDict,
@@ -42,9 +45,7 @@ KNOWN = (
 
 
 def fingerprint(module: nn.Module) -> str:
-    """sha256 over names and values of all parameters and buffers: the certificate holds for these and no
-    others.
-    """
+    """sha256 over names and values of all parameters and buffers: the certificate holds for these and no others."""
     digest = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         digest.update(name.encode())
@@ -82,7 +83,7 @@ def refuse_unknown(f: nn.Module) -> None:
             module.lipschitz()  # refuses a slope or a rate outside its range
 
 
-def mixed_1x1_norm(conv: Conv, norm: MGN) -> Norm:
+def mixed_1x1_norm(conv: Conv, norm: MGN, dtype: torch.dtype | None = None) -> Norm:
     """Exact norm of MGN ∘ conv1x1, tighter than max|γ|·‖W‖.
 
     Split the map into spatial frequencies. A frequency other than zero has mean zero, so MGN only scales:
@@ -90,7 +91,7 @@ def mixed_1x1_norm(conv: Conv, norm: MGN) -> Norm:
     diag(γ)QW. The norm is the larger of the two. (diag(γ)W alone would not do: γ acts after the mean is
     removed, and Q mixes channels.)
     """
-    w = conv.kernel().detach().double().flatten(1)
+    w = rounded(conv.kernel(), dtype).double().flatten(1)
     gamma = w.new_ones(norm.channels) * torch.as_tensor(norm.scale()).detach().double()
     groups = w.view(norm.groups, -1, w.shape[1])
     centred = (groups - groups.mean(1, keepdim=True)).reshape(w.shape)
@@ -98,37 +99,93 @@ def mixed_1x1_norm(conv: Conv, norm: MGN) -> Norm:
     return Norm(float(torch.linalg.matrix_norm(both, 2).max()) * (1 + 1e-12), "exact", "1x1 with norm")
 
 
-def live_constants(f: FixedPointMap, sizes: dict[Conv, tuple[int, int]], progress: bool) -> tuple[dict, list[dict]]:
+def rounded(kernel: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The kernel as autocast to ``dtype`` hands it to a convolution, in the kernel's own type; None: as it is."""
+    kernel = kernel.detach()
+    return kernel if dtype is None else kernel.to(dtype).to(kernel.dtype)
+
+
+@dataclass(frozen=True)
+class Prover:
+    """Proves the constant of one layer of f at a time, for the maps in ``sizes`` and kernels rounded to ``dtype``."""
+
+    f: nn.Module
+    sizes: dict[nn.Module, tuple[int, int]]
+    dtype: torch.dtype | None = None
+
+    @cached_property
+    def _factors(self) -> dict[nn.Module, Tensor]:
+        """What the last kernel of every path of a rounded potential map is multiplied by."""
+        if self.dtype is None or not isinstance(self.f, PotentialMap):
+            return {}
+        mix, found = self.f.mixing().detach(), {}
+        for name, path in self.f.paths.items():
+            j, i = (int(k) - 1 for k in name.split("to"))
+            found[path[-1]] = mix[i, j] * 2.0 ** min(0, i - j)
+        return found
+
+    def conv(self, m: nn.Module, kernel: Tensor) -> Norm:
+        """Norm of the convolution ``m`` with another kernel."""
+        return conv_norm(kernel, self.sizes[m], stride=m.stride, padding=m.padding)
+
+    def unit_conv(self, m: UnitConv) -> Norm:
+        """The last kernel of a path is multiplied by M_ij, and by 2^(i−j) of the up-sampling, before it is rounded."""
+        w = self._factors.get(m, 1.0)
+        return self.conv(m, rounded(w * m.kernel(), self.dtype) / w)
+
+    def potential(self, m: Potential) -> Norm:
+        """‖A‖² ≤ s gives ‖J‖₂ ≤ max(1, 2s − 1), whoever made A.
+
+        Rounding turns h into z − 2k·B σ(Az + …), k = 1 or 1 − p, with Bᵀ = A + E, because K and 2kKᵀ/T are rounded apart.
+        Then J = I − 2kAᵀSA − 2kEᵀSA with 0 ≼ S ≼ I, hence ‖J‖₂ ≤ max(1, 2s − 1) + 2√s‖E‖, the larger one of both modes.
+        """
+        root = m.T().detach().sqrt()
+        a = rounded(m.weight, self.dtype) / root
+        norm = self.conv(m, a)
+        value = max(1.0, 2 * norm.value**2 - 1)
+        if self.dtype is not None:
+            backs = (2 * k / root**2 for k in (1.0, 1 - m.drop.p))
+            apart = [self.conv(m, rounded(b * m.weight, self.dtype) / (b * root) - a).value for b in backs]
+            value += 2 * norm.value * max(apart)
+        return Norm(value, norm.kind, f"‖A‖ ≤ {norm.value:.4f}: {norm.method}")
+
+    def __call__(self, m: nn.Module) -> tuple[Norm, float | None] | None:
+        """The proved constant of a layer and what limits it by construction; None where its parts have to do."""
+        if isinstance(m, Conv):
+            return self.conv(m, rounded(m.kernel(), self.dtype)), m.c
+        if isinstance(m, UnitConv):
+            return self.unit_conv(m), 1.0
+        if isinstance(m, Potential):
+            return self.potential(m), 1.0
+        if isinstance(m, GN | MGN):
+            gn = isinstance(m, GN)
+            value = bounds.lip_gn(m.max_scale(), m.eps) if gn else bounds.lip_mgn(m.max_scale())
+            return Norm(value, "exact", "max|γ|/√ε" if gn else "max|γ|"), m.gamma if m.weight is not None else None
+        if isinstance(m, ConvNorm) and m.conv.weight.shape[-1] == 1 and isinstance(m.norm, MGN):
+            norm = mixed_1x1_norm(m.conv, m.norm, self.dtype)
+            return (norm, None) if math.isfinite(norm.value) else None  # overflow: the product of both constants stands
+        return None
+
+
+def live_constants(prove: Prover, progress: bool) -> tuple[dict[nn.Module, float], list[dict]]:
     """Proved constants of the live modules, and one row for each for the report."""
-    constants: dict[nn.Module, float] = {}
-    rows: list[dict] = []
-    names = {m: n for n, m in f.named_modules()}
-    work = [m for m in f.modules() if isinstance(m, Conv | UnitConv | Potential | GN | MGN | ConvNorm)]
-    for m in tqdm(work, desc="certificate", unit="layer", disable=None if progress else True, leave=False):
-        c = None
-        if isinstance(m, Conv | UnitConv | Potential):
-            try:
-                norm = conv_norm(m.kernel().detach(), sizes[m], stride=m.stride, padding=m.padding)
-            except ValueError as e:
-                raise ValueError(f"layer f.{names[m]}: cannot be bounded; {e}") from None
-            c = m.c if isinstance(m, Conv) else 1.0
-            if isinstance(m, Potential):  # ‖A‖² ≤ s gives max(1, 2s − 1), whoever made A
-                how = f"‖A‖ ≤ {norm.value:.4f}: {norm.method}"
-                norm = Norm(max(1.0, 2 * norm.value**2 - 1), norm.kind, how)
-        elif isinstance(m, ConvNorm):
-            if m.conv.weight.shape[-1] != 1 or not isinstance(m.norm, MGN):
-                continue
-            norm = mixed_1x1_norm(m.conv, m.norm)
-            if not math.isfinite(norm.value):
-                continue  # overflow: the product of both constants stands
-        else:
-            value = bounds.lip_gn(m.max_scale(), m.eps) if isinstance(m, GN) else bounds.lip_mgn(m.max_scale())
-            norm = Norm(value, "exact", "max|γ|/√ε" if isinstance(m, GN) else "max|γ|")
-            c = m.gamma if m.weight is not None else None
-        constants[m] = norm.value
-        rows.append(
-            dict(name=names[m], layer=type(m).__name__, norm=norm.value, kind=norm.kind, method=norm.method, limit=c)
-        )
+    constants, rows = {}, []
+    work = [
+        (n, m) for n, m in prove.f.named_modules() if isinstance(m, Conv | UnitConv | Potential | GN | MGN | ConvNorm)
+    ]
+    for name, m in tqdm(work, desc="certificate", unit="layer", disable=None if progress else True, leave=False):
+        try:
+            found = prove(m)
+        except ValueError as e:
+            raise ValueError(f"layer f.{name}: cannot be bounded; {e}") from None
+        if found is not None:
+            norm, limit = found
+            constants[m] = norm.value
+            rows.append(
+                dict(
+                    name=name, layer=type(m).__name__, norm=norm.value, kind=norm.kind, method=norm.method, limit=limit
+                )
+            )
     return constants, rows
 
 
@@ -148,83 +205,16 @@ def conv_sizes(f: FixedPointMap, image_size: int, configured: int) -> dict[Conv,
 def readings(matrix: np.ndarray, tol: float) -> dict:
     """What follows from a comparison matrix: three constants, weights, guaranteed steps."""
     rho, d = bounds.perron(matrix)
-    cond = float(max(d) / min(d))
     return dict(
         frobenius=float(bounds.frobenius(matrix)),
         spectral=float(bounds.spectral(matrix)),
         perron=float(rho),
         certified=bool(rho < 1),
         D=[float(v) for v in d],
-        cond_D=cond,
+        cond_D=float(max(d) / min(d)),
         steps=bounds.steps(rho, tol),
         matrix=np.asarray(matrix).tolist(),
     )
-
-
-class JacobianProbe:
-    """J = ∂f/∂z at a list of branches z, as products with vectors; per sample, since samples do not mix."""
-
-    def __init__(self, f, z: list[Tensor], weights: list[float] | None = None):
-        self.d = weights or [1.0] * len(z)
-        self.z = [t.detach().clone().requires_grad_() for t in z]
-        with torch.enable_grad():
-            self.fz = f(self.z)
-            self.dummy = [torch.zeros_like(t).requires_grad_() for t in self.fz]
-            self.back = torch.autograd.grad(self.fz, self.z, self.dummy, create_graph=True)
-
-    def jvp(self, v: list[Tensor]) -> list[Tensor]:
-        """D J D⁻¹ v (two vector–Jacobian products make a Jacobian–vector product)."""
-        v = [t / d for t, d in zip(v, self.d, strict=True)]
-        out = torch.autograd.grad(self.back, self.dummy, v, retain_graph=True)
-        return [t * d for t, d in zip(out, self.d, strict=True)]
-
-    def vjp(self, v: list[Tensor]) -> list[Tensor]:
-        """(D J D⁻¹)ᵀ v."""
-        v = [t * d for t, d in zip(v, self.d, strict=True)]
-        out = torch.autograd.grad(self.fz, self.z, v, retain_graph=True)
-        return [t / d for t, d in zip(out, self.d, strict=True)]
-
-    def norm(self, steps: int = 30, generator: torch.Generator | None = None) -> Tensor:
-        """‖D J D⁻¹‖₂ for each sample by power iteration on JᵀJ: a lower bound at every step."""
-        v, best = _random_like(self.z, generator), 0.0
-        for _ in range(steps):
-            v = _scaled(v, 1 / _norms(v).clamp_min(1e-30))
-            w = self.jvp(v)
-            best = torch.maximum(_norms(w), torch.as_tensor(best))
-            v = self.vjp(w)
-        return best
-
-    def spectral_radius(self, steps: int = 25, generator: torch.Generator | None = None) -> Tensor:
-        """max |λ(J)| for each sample by Arnoldi iteration: an estimate."""
-        v = _random_like(self.z, generator)
-        basis = [_scaled(v, 1 / _norms(v))]
-        h = torch.zeros(len(v[0]), steps + 1, steps, dtype=torch.double, device=v[0].device)
-        for k in range(steps):
-            w = self.jvp(basis[k])
-            for i, b in enumerate(basis):
-                coef = _dots(w, b)
-                h[:, i, k] = coef.double()
-                w = [x - coef[:, None, None, None] * y for x, y in zip(w, b, strict=True)]
-            size = _norms(w)
-            h[:, k + 1, k] = size.double()
-            basis.append(_scaled(w, 1 / size.clamp_min(1e-30)))
-        return torch.linalg.eigvals(h[:, :steps].cpu()).abs().amax(1)
-
-
-def _random_like(z: list[Tensor], generator) -> list[Tensor]:
-    return [torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device) for t in z]
-
-
-def _dots(x: list[Tensor], y: list[Tensor]) -> Tensor:
-    return sum((a * b).flatten(1).sum(1) for a, b in zip(x, y, strict=True))
-
-
-def _norms(x: list[Tensor]) -> Tensor:
-    return _dots(x, x).sqrt()
-
-
-def _scaled(x: list[Tensor], s: Tensor) -> list[Tensor]:
-    return [t * s[:, None, None, None] for t in x]
 
 
 @dataclass(frozen=True)
@@ -247,6 +237,7 @@ class Certificate:
     seconds: float
     constants: str | None = None
     measured_on: str = "noise"  # or "images": what the measured rows were measured on
+    dtype: str | None = None  # the type that kernels were rounded to before the proof
 
     @property
     def certified(self) -> bool:
@@ -293,7 +284,8 @@ class Certificate:
 
     def __str__(self) -> str:
         verdict = "contraction PROVED (test mode)" if self.certified else "NOT proved to be a contraction (test mode)"
-        lines = [f"Certificate, images {self.image_size}x{self.image_size}: {verdict}"]
+        kernels = f", kernels in {self.dtype}" if self.dtype else ""
+        lines = [f"Certificate, images {self.image_size}x{self.image_size}{kernels}: {verdict}"]
         lines += [f"  {a:<34} {b:>10}  {c}" for a, b, c in self.summary_rows()]
         lines += ["", f"  {'layer':<34} {'norm':>10}  {'limit':>7}  kind"]
         for r in self.layers:
@@ -327,95 +319,43 @@ class Certificate:
         return f"{head}<table><tr><th>quantity</th><th>value</th><th>kind</th></tr>{body}</table>{layers}"
 
 
-def jsonable(value):
-    """The same with infinities and NaN as None (JSON has neither)."""
-    if isinstance(value, dict):
-        return {k: jsonable(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def certify(
     model: nn.Module,
     image_size: int | None = None,
     *,
     x: Tensor | None = None,
-    tol: float = 1e-3,
-    measure: bool = True,
-    random_points: int = 2,
-    power_steps: int = 30,
-    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    measure: bool | Measurement = True,
     progress: bool = True,
 ) -> Certificate:
     """Prove L for the live weights of ``model.f`` and measure how much the proof gives away.
 
     Args:
-        model: an :class:`lipmdeq.model.MDEQ`. image_size: side of the images (default: that of the
-        configuration); the norms are those of the maps it gives. x: images (B, C, H, W) for the measurement;
-        give real ones, the default is two of standard normal noise. tol: relative residual for the step counts. measure: also
-        measure ‖J‖₂ at z* and at ``random_points`` other points.
+        model: an :class:`lipmdeq.model.MDEQ`. image_size: side of the images (default: that of the configuration); the norms
+        are those of the maps it gives. x: images (B, C, H, W) for the measurement; give real ones, the default is two of
+        standard normal noise. dtype: prove it for the kernels as autocast to this type rounds them, e.g. ``torch.bfloat16``
+        (what is measured has the kernels as they are). measure: also measure ‖J‖₂, at z* and at random points.
 
     Raises:
         ValueError: with the name of the layer that cannot be bounded.
     """
-    start = time.perf_counter()
-    cfg, f = model.cfg, model.f
+    start, cfg, f = time.perf_counter(), model.cfg, model.f
     image_size = cfg.image_size if image_size is None else image_size
     if image_size < 1 or image_size % cfg.step:
         raise ValueError(f"image_size = {image_size}: must be a multiple of {cfg.step}")
     refuse_unknown(f)
-    constants, rows = live_constants(f, conv_sizes(f, image_size, cfg.image_size), progress)
-    proved = {mode: readings(f.matrix(constants.get, train=mode == "train"), tol) for mode in ("test", "train")}
+    constants, layers = live_constants(Prover(f, conv_sizes(f, image_size, cfg.image_size), dtype), progress)
+    proved = {mode: readings(f.matrix(constants.get, train=mode == "train"), TOLERANCE) for mode in ("test", "train")}
     points, observed = [], None
     if measure:
-        points, observed = _measure(
-            model, x, image_size, proved["test"]["D"], tol, random_points, power_steps, seed, progress
-        )
+        how = measure if isinstance(measure, Measurement) else Measurement()
+        points, observed = how.run(model, image_size if x is None else x, proved["test"]["D"], TOLERANCE, progress)
     return Certificate(
-        image_size=image_size,
-        tolerance=tol,
-        **proved,
+        image_size, TOLERANCE, **proved,
         measured_norm=max((p["norm"] for p in points), default=None),
         measured_norm_D=max((p["norm_D"] for p in points), default=None),
-        spectral_radius=next((p["spectral_radius"] for p in points if p["at"] == "z*"), None),
-        points=points,
-        observed_steps=observed,
-        layers=rows,
-        fingerprint=fingerprint(f),
-        seconds=time.perf_counter() - start,
-        constants=constants_hash(f),
-        measured_on="noise" if x is None else "images",
-    )
-
-
-def _measure(model, x, image_size, d, tol, random_points, power_steps, seed, progress) -> tuple[list[dict], int | None]:
-    """‖J‖₂ (lower bounds) at z* and at random points, in test mode; number of Picard steps that were needed."""
-    was_training = model.training
-    model.eval()
-    gen = torch.Generator().manual_seed(seed)
-    ref = next(model.f.parameters())
-    if x is None:
-        x = torch.randn(2, model.cfg.in_channels, image_size, image_size, generator=gen)
-    x = x.to(ref.device, ref.dtype)
-    try:
-        with torch.no_grad():
-            f, z0, _ = model.problem(x)
-            picard = Picard(tol=tol, max_iter=200).solve(f, z0)
-            star = Anderson(tol=1e-5, max_iter=100).solve(f, z0).z
-        scale = [float(t.std()) + 1e-12 for t in star]
-        places = [("z*", star)] + [
-            (f"random {k + 1}", [s * r for s, r in zip(scale, _random_like(star, gen), strict=True)])
-            for k in range(random_points)
-        ]
-        points = []
-        for at, z in tqdm(places, desc="measuring", unit="point", disable=None if progress else True, leave=False):
-            plain = JacobianProbe(f, z)
-            row = dict(at=at, norm=float(plain.norm(power_steps, gen).max()))
-            weighted = JacobianProbe(f, z, d)
-            row["norm_D"] = float(weighted.norm(power_steps, gen).max())
-            row["spectral_radius"] = float(plain.spectral_radius(generator=gen).max())
-            points.append(row)
-        return points, picard.nfe if bool(picard.converged.all()) else None
-    finally:
-        model.train(was_training)
+        spectral_radius=points[0]["spectral_radius"] if points else None,
+        points=points, observed_steps=observed, layers=layers, fingerprint=fingerprint(f),
+        seconds=time.perf_counter() - start, constants=constants_hash(f), measured_on="noise" if x is None else "images",
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+    )  # fmt: skip

@@ -119,3 +119,12 @@ def grader(grade: Callable[..., None]) -> Callable[..., None]:
             print(f"✗ not yet: the check ended with {type(error).__name__}{f': {reason}' if reason else ''}")
 
     return graded
+
+
+def jsonable(value: Any) -> Any:
+    """The same with infinities and NaN as None, also inside lists and dicts: JSON has neither."""
+    if isinstance(value, dict):
+        return {k: jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
-from lipmdeq.certificate import Certificate, JacobianProbe, certify
+from lipmdeq.certificate import Certificate, certify
+from lipmdeq.jacobian import JacobianProbe, norms
 from lipmdeq.solvers import Anderson, Solver
 
 STEPS = (1, 2, 3, 5, 10)  # numbers of evaluations at which the head is read
@@ -179,7 +180,7 @@ class _Counts:
 
 
 def _norms(z: Iterable[Tensor]) -> Tensor:
-    return sum(t.double().square().flatten(1).sum(1) for t in z).sqrt().cpu()
+    return norms([t.double() for t in z]).cpu()
 
 
 def _count(model, x: Tensor, y: Tensor, solver: Solver, counts: _Counts, switches: _Switches) -> None:

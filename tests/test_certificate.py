@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lipmdeq import bounds
-from lipmdeq.certificate import JacobianProbe, certify, conv_sizes, mixed_1x1_norm
+from lipmdeq.certificate import certify, conv_sizes, mixed_1x1_norm
+from lipmdeq.jacobian import JacobianProbe
 from lipmdeq.model import build
 from lipmdeq.model.layers import MGN, Conv
 
@@ -189,6 +190,63 @@ def test_norm_of_mgn_after_1x1_is_exact():
     folded = torch.linalg.matrix_norm((norm.weight[:, None] * conv.weight[:, :, 0, 0]).detach(), 2).item()
     assert folded == 0.0 < 0.5 < dense()
     assert mixed_1x1_norm(conv, norm).value == pytest.approx(dense(), rel=1e-9)
+
+
+def rounding_up(w):
+    """(kernel just above the middle of two neighbours in bfloat16, the neighbour it is rounded to, away from zero)."""
+    low = w.bfloat16()
+    high = (low.view(torch.int16) + 1).view(torch.bfloat16).to(w.dtype)
+    return low.to(w.dtype) + 0.51 * (high - low.to(w.dtype)), high
+
+
+def test_rounded_kernels_have_a_proof_of_their_own():
+    """The attack: every entry is rounded away from zero. The proof for the kernels as they are does not hold then."""
+    net, used = tiny(0.4), tiny(0.4)
+    with torch.no_grad():
+        for a, b in zip(net.f.modules(), used.f.modules(), strict=True):
+            if isinstance(a, Conv):
+                low, high = rounding_up(a.weight)
+                a.weight.copy_(low), b.weight.copy_(high)
+    plain, cert, true = (
+        certify(m, dtype=dtype, measure=False, progress=False)
+        for m, dtype in ((net, None), (net, torch.bfloat16), (used, None))
+    )
+    assert cert.test["matrix"] == true.test["matrix"] and cert.train["matrix"] == true.train["matrix"]
+    assert all(r["norm"] == t["norm"] for r, t in zip(cert.layers, true.layers, strict=True))
+    assert cert.test["spectral"] > 1.003 * plain.test["spectral"]
+    z, u = state(used.eval(), 4)
+    assert JacobianProbe(lambda t: used.f(t, u), z).norm(50).max().item() <= cert.test["spectral"]
+    assert "kernels in bfloat16" in str(cert) and cert.dtype == "bfloat16" and plain.dtype is None
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("smooth", [False, True])
+def test_rounded_potential_layers(smooth, train):
+    """J = I − BSA of a residual layer with the two kernels that are really used, each rounded by itself, for many S."""
+    torch.manual_seed(0)
+    net = build("cpu", block="potential", n=2, channels=(8, 8), head_channels=(4, 4), image_size=8, expansion=1, p=0.3)
+    net = net.double().train(train)
+    layer, size = net.f.residual[0], net.f.residual[0].size
+    with torch.no_grad():
+        if smooth:  # reaches ‖A‖ = 1 on large maps
+            layer.weight.copy_(0.7 * torch.eye(8)[:, :, None, None].expand(8, 8, 3, 3))
+        eye = torch.eye(8 * size[0] * size[1], dtype=torch.double).view(-1, 8, *size)
+        kernels = [k.bfloat16().double() for k in layer.pair(layer.T())]
+        a, b = (torch.nn.functional.conv2d(eye, k, padding=1).flatten(1).T for k in kernels)
+        proved = certify(net, dtype=torch.bfloat16, measure=False, progress=False)
+        limit = next(row["norm"] for row in proved.layers if row["name"] == "residual.0")
+        for share in (0.0, 0.3, 0.9, 1.0):
+            slopes = (torch.rand(len(a)) < share).double()
+            found = torch.linalg.matrix_norm(torch.eye(len(a)).double() - b @ (slopes[:, None] * a), 2).item()
+            assert found <= limit < 1.02
+    # A path: its last kernel is rounded after M_ij, and 2^(i−j), are multiplied into it.
+    weights = net.f.mixing().detach()
+    for name, path in net.f.paths.items():
+        j, i = (int(k) - 1 for k in name.split("to"))
+        w = weights[i, j] * 2.0 ** min(0, i - j)
+        used = (w * path[-1].kernel().detach()).bfloat16().double() / w
+        limit = next(row["norm"] for row in proved.layers if row["name"] == f"paths.{name}.{len(path) - 1}")
+        assert torch.linalg.matrix_norm(used.flatten(1), 2).item() <= limit * (1 + 1e-12)
 
 
 def test_report(tmp_path):

@@ -17,12 +17,27 @@ MAY = {
     "norms": {"bounds"},
     "solvers": {"bounds"},
     "model": {"bounds", "norms", "solvers"},
-    "certificate": {"bounds", "norms", "model", "solvers"},
-    "depth": {"certificate", "solvers"},
+    "jacobian": {"solvers"},
+    "certificate": {"bounds", "norms", "model", "jacobian", "checks"},
+    "depth": {"certificate", "jacobian", "solvers"},
     "data": {"bounds", "shell"},
 }
 HEAVY = {"experiments": "light commands", "__main__": "light commands"}  # may import anything, late if that saves torch
-CORE_LINES, FUNCTION_LINES, PARAMETERS = 6700, 64, 10
+CORE_LINES, FUNCTION_LINES, PARAMETERS = 5810, 40, 6
+LONG = {  # longer functions, and why
+    "lipmdeq.data.datasets.load": "one branch for each data set",
+    "lipmdeq.experiments.bound._table": "a page of output, line by line",
+    "lipmdeq.experiments.report.make_record": "all fields of a record in one place",
+    "lipmdeq.solvers.gradients.deq": "the one entry to all gradient rules",
+}
+MANY = {  # functions with more parameters, and why
+    "lipmdeq.norms.geometry.geometry_of": "the arguments of torch.nn.Conv2d",
+    "lipmdeq.norms.geometry._geometry": "the same, checked",
+    "lipmdeq.model.layers.__init__": "a convolution: sizes, bound, map, weight normalisation",
+    "lipmdeq.model.blocks.__init__": "a residual block: the paper's constants",
+    "lipmdeq.data.datasets.load": "the parameters of a run that choose its images",
+    "lipmdeq.solvers.gradients.deq": "the one entry to all gradient rules",
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -97,7 +112,7 @@ def functions():
 
 def test_functions_are_short():
     long = {name: size for name, f in functions() if (size := f.end_lineno - f.lineno + 1) > FUNCTION_LINES}
-    assert not long
+    assert set(long) <= set(LONG), long
 
 
 def test_functions_have_few_parameters():
@@ -106,7 +121,7 @@ def test_functions_have_few_parameters():
         return len([a for a in args if a.arg not in ("self", "cls")])
 
     many = {name: n for name, f in functions() if (n := count(f)) > PARAMETERS}
-    assert not many
+    assert set(many) <= set(MANY), many
 
 
 def test_the_core_is_small():

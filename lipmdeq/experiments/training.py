@@ -41,11 +41,13 @@ from lipmdeq.experiments.step import (
     stream,
 )
 from lipmdeq.experiments.world import World, git_commit, now, progress_bar
+from lipmdeq.jacobian import Measurement
 from lipmdeq.model import build
 from lipmdeq.model.layers import Conv
 from lipmdeq.solvers import Memory, SolverWarning
 
 DIVERGED = 1000  # times the loss of guessing, ln(classes), beyond which a run is stopped
+ROUNDED = {"bfloat16": torch.bfloat16}  # precision -> the type of the kernels that f uses, for which L is proved
 DEPTH_IMAGES = 2000  # evaluated images on which the depth report is made
 Log = Callable[[str], None]
 
@@ -242,7 +244,7 @@ class Run:
         record = None
         if self.world.writes:
             model = self._copy().eval()
-            proof = certify(model, x=self._images(PROBED)[0], progress=False)
+            proof = certify(model, x=self._images(PROBED)[0], dtype=ROUNDED.get(self.cfg.precision), progress=False)
             record = make_record(self, proof, depth(model, *self._images(DEPTH_IMAGES), certificate=proof))
             write_json(self.out / RECORD, record)
         self.world.wait()
@@ -326,7 +328,8 @@ class Run:
         if not self.world.writes:
             return {}
         x, _ = self._images(PROBED)
-        proof = certify(self._copy().eval(), x=x, random_points=0, progress=False)
+        how = dict(dtype=ROUNDED.get(self.cfg.precision), measure=Measurement(random_points=0))
+        proof = certify(self._copy().eval(), x=x, progress=False, **how)
         measured = {"measured": proof.measured_norm, "spectral_radius": proof.spectral_radius}
         return {"test": proof.test["perron"], "train": proof.train["perron"], **measured}
 

@@ -22,7 +22,13 @@ from lipmdeq import bounds
 from lipmdeq.norms.guard import NormGuard
 
 MARGIN = 0.04  # what estimated norms stay below c: a warm power step lags behind weights that move
+GROWTH, FADE, MOST = (
+    0.5,
+    0.9,
+    0.3,
+)  # and this share of what a step added to the norm, fading with this factor, at most that
 COLD_STEPS = 20  # power steps from random vectors
+SMALL = 1e-6  # entries of a vector that starts anew: shorter than a unit vector, so estimates stay below the norm
 Leaf = Callable[[nn.Module], float | None]
 
 
@@ -103,17 +109,16 @@ class Conv(Layer):
     def constrain(self, prove: bool = True) -> float:
         """Bring the operator norm of the weight in use to at most c, changing as little as possible.
 
-        With ``prove`` the norm is proved to be at most c; returns the bound that was found before over c (at most 1 when nothing
-        was changed). Without, a weight whose *estimated* norm exceeds (1 − MARGIN)·c is scaled to that, and 0 is returned: the
-        estimate is one warm step of power iteration on the operator, always too small but, warm, by less than the margin. It
-        costs what one image costs, and nothing waits for the result on a GPU.
+        Without ``prove`` a weight whose *estimated* norm exceeds (1 − MARGIN − growth)·c is scaled to that, and 0 is returned:
+        the estimate is always too small, but by less than the margin, which widens where steps make the norm grow fast. It costs
+        what two images cost, and nothing waits for the result on a GPU. With ``prove`` the norm is also proved to be at most c;
+        returns the bound that was found before over c (at most 1 when the proof changed nothing).
         """
         if self.c is None:
             return 0.0
+        if not prove or self._seen is not None:  # a layer that is held by estimates shows the proof what they do
+            self._hold()
         if not prove:
-            norm = self.estimate()  # infinite where squares overflow: left to the next proof
-            factor = ((1 - MARGIN) * self.c / norm.where(norm.isfinite(), self.c / 2)).clamp(max=1.0)
-            (self.weight if self.g is None else self.g).mul_(factor)
             return 0.0
         if self._guard is None or self._guard.key != (self.size, self.stride, self.padding):
             self._guard = NormGuard(self.size, stride=self.stride, padding=self.padding)
@@ -124,32 +129,57 @@ class Conv(Layer):
             self.g.mul_(self._guard.enforce(kernel, self.c))
         return self._guard.found / self.c
 
+    def _hold(self) -> None:
+        """Scale the weight by what its estimated norm is too large; nothing is decided on the host."""
+        norm = self.estimate().nan_to_num(0.0, 0.0)  # squares overflow: left to the next proof
+        self._room = torch.maximum(FADE * self._room, GROWTH * (norm / self._level - 1)).clamp(max=MOST)
+        factor = ((1 - MARGIN - self._room) * self.c / norm).clamp(max=1.0)
+        self._level = norm * factor
+        (self.weight if self.g is None else self.g).mul_(factor)
+        self._seen = self.kernel().detach().clone()
+
+    def _normal(self, kernel: Tensor, v: Tensor) -> Tensor:
+        """TᵀTv for the convolution T with this kernel."""
+        if kernel.shape[-1] == 1:
+            matrix = kernel.flatten(1)
+            return (v.flatten(1) @ matrix.mT @ matrix).view_as(v)
+        left = [(s + 2 * self.padding - kernel.shape[-1]) % self.stride for s in v.shape[2:]]
+        y = F.conv2d(v, kernel, stride=self.stride, padding=self.padding)
+        return F.conv_transpose2d(y, kernel, stride=self.stride, padding=self.padding, output_padding=left)
+
     @torch.no_grad()
     def estimate(self) -> Tensor:
-        """A lower estimate of the operator norm: the larger √‖TᵀTv‖ of two unit v, which become TᵀTv, orthogonal and unit again.
+        """A lower estimate of the operator norm: the larger √‖TᵀTv‖ of two unit vectors v, (C_in, H, W).
 
-        Two, because a direction that grows may overtake the largest. After :meth:`forget` they are random and take COLD_STEPS
-        steps.
+        One is the longer TᵀTv of the last call. A step of Adam can raise the norm by a third in a direction that this vector
+        does not know; so the other one follows the direction in which the last change of the kernel is largest, by a power step
+        too: changes resemble one another. At first both are random and take COLD_STEPS steps. The norm of a 1x1 convolution is
+        that on one pixel.
         """
-        kernel = self.kernel()
-        steps, (h, w) = 1, self.size
-        if self._v is None or (self._v.device, self._v.dtype) != (kernel.device, kernel.dtype):
-            start = torch.randn(2, kernel.shape[1], h, w, generator=torch.Generator().manual_seed(0))
-            self._v, steps = (start / _lengths(start)).to(kernel), COLD_STEPS
-        left = [(s + 2 * self.padding - kernel.shape[-1]) % self.stride for s in (h, w)]
-        tiny = torch.finfo(kernel.dtype).tiny
+        kernel = self.kernel().detach()
+        if self._seen is None or (self._seen.device, self._seen.dtype) != (kernel.device, kernel.dtype):
+            size = self.size if kernel.shape[-1] > 1 else (1, 1)
+            start = torch.randn(2, kernel.shape[1], *size, generator=torch.Generator().manual_seed(0)).to(kernel)
+            self._top, self._change = (self._powers(kernel, v, COLD_STEPS)[0] for v in start.split(1))
+            self._seen, self._room, self._level = kernel, kernel.new_zeros(()), kernel.new_full((), math.inf)
+        else:
+            self._change, _ = self._powers(kernel - self._seen, self._change)
+        # One vector at a time: torch is slower for two small images together.
+        (top, length), (other, second) = (self._powers(kernel, v) for v in (self._top, self._change))
+        self._top = torch.where(length >= second, top, other)
+        return torch.maximum(length, second).sqrt()
+
+    def _powers(self, kernel: Tensor, v: Tensor, steps: int = 1) -> tuple[Tensor, Tensor]:
+        """(TᵀTv/‖TᵀTv‖, ‖TᵀTv‖) of the last of some power steps; a small constant vector where that is 0/0, or overflows."""
         for _ in range(steps):
-            y = F.conv2d(self._v, kernel, stride=self.stride, padding=self.padding)
-            v = F.conv_transpose2d(y, kernel, stride=self.stride, padding=self.padding, output_padding=left)
-            lengths = _lengths(v).clamp_min(tiny)
-            one, two = v / lengths
-            two = two - (one * two).sum() * one
-            self._v = torch.stack((one, two / two.norm().clamp_min(tiny))).nan_to_num(0.0)
-        return lengths.max().sqrt()
+            image = self._normal(kernel, v)
+            length = torch.linalg.vector_norm(image)
+            v = (image / length).nan_to_num(SMALL, SMALL, SMALL)
+        return v, length
 
     def forget(self) -> None:
         """Drop what the constraint remembers of earlier weights; the next call starts afresh."""
-        self._guard, self._v = None, None
+        self._guard = self._seen = None
 
     def constant(self, leaf: Leaf, train: bool) -> float:
         return math.inf if self.c is None else bounds.lip_conv(self.c)

@@ -86,14 +86,12 @@ class BandedGram:
 
     def bound(self, guess: float, stop: float = math.inf) -> float:
         """Proved upper bound on ‖T‖ from guess·(1 + 5e-4) upwards, inf when there is none below ``stop``."""
-        order = math.prod(t.shape[0] for t in self._tables) * (
-            self.kernel.cin if self.side == "in" else self.kernel.cout
-        )
-        delta, error = self.kernel.rounding(Cover(self.axes), order)
+        channels = self.kernel.cin if self.side == "in" else self.kernel.cout
+        order = math.prod(t.shape[0] for t in self._tables) * channels
         guess, excess = max(guess, 1e-9 * self.kernel.norm), 5e-4
-        while guess * (1 + excess) < stop:
-            level = ((guess * (1 + excess)) ** 2 - error) / (1 + delta)
+        while (bound := guess * (1 + excess)) < stop:
+            level = self.kernel.level(Cover(self.axes), bound, order)
             if level > 0 and self.below(level):
-                return guess * (1 + excess)
+                return bound
             excess *= 1.5
         return math.inf

@@ -2,7 +2,7 @@
 
 ‖W‖₂ here is the norm of the linear map that the layer really is: on its map size, with its padding and stride. It is not
 the norm of the kernel reshaped to a matrix (:func:`reshaped_norm`), which may be 3 times smaller (3x3, stride 1).
-The proofs are in :mod:`lipmdeq.norms`, the constraint for training (:class:`NormGuard`) in :mod:`lipmdeq.norms`.
+The proofs are in ``covers`` and ``banded``, the constraint for training in ``guard``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,6 @@ from torch import Tensor
 from lipmdeq.norms.banded import BandedGram
 from lipmdeq.norms.covers import Cover, Kernel, climb, half_covers, kept_taps, largest, least, torus_covers
 from lipmdeq.norms.geometry import Geometry, Pair, check_finite, geometry_of
-from lipmdeq.norms.guard import NormGuard, drift_factor, fits, project
-
-__all__ = [
-    "Norm",
-    "NormGuard",
-    "conv_norm",
-    "drift_factor",
-    "fits",
-    "lower_norm",
-    "naive_fft_norm",
-    "project",
-    "reshaped_norm",
-    "top_input",
-]
 
 METHODS = ("auto", "svd", "torus", "half", "cholesky", "dense", "lanczos", "power")
 CHEAP, DEAR = 5e9, 2.5e11  # floating-point operations of a proof that take about 0.2 s and 5-10 s
@@ -52,17 +38,7 @@ class Norm:
         return self.value
 
 
-def conv_norm(
-    weight: Tensor,
-    size: Pair,
-    *,
-    stride: Pair = 1,
-    padding: Pair | str = 0,
-    dilation: Pair = 1,
-    groups: int = 1,
-    padding_mode: str = "zeros",
-    method: str = "auto",
-) -> Norm:
+def conv_norm(weight: Tensor, size: Pair, *, method: str = "auto", **geometry) -> Norm:
     """Operator norm of ``conv2d(x, weight, ...)`` for x of shape (B, C_in, H, W), in the Euclidean norm.
 
     ``auto`` gives a sound value (exact or upper) and spends time only where there is something to gain: exact where
@@ -72,13 +48,13 @@ def conv_norm(
     Args:
         weight: (C_out, C_in/groups, kh, kw), any real dtype.
         size: (H, W) of the input map, or one number for both.
-        stride, padding, dilation, groups, padding_mode: as in ``torch.nn.Conv2d``; "reflect", "replicate" are refused.
+        geometry: stride, padding, dilation, groups, padding_mode, as in ``torch.nn.Conv2d``; "reflect", "replicate" are refused.
         method: "auto"; "svd" (windows that do not overlap), "torus", "half" (one exact axis), "cholesky" (both exact),
             "dense" (eigenvalues of the full Gram matrix); "lanczos" and "power" are lower estimates.
     """
     if method not in METHODS:
         raise ValueError(f"method = {method!r}: must be one of {', '.join(METHODS)}")
-    where = geometry_of(weight, size, stride, padding, dilation, groups, padding_mode)
+    where = geometry_of(weight, size, **geometry)
     check_finite(weight)
     read = kept_taps(weight.detach(), where.axes)
     top = float(read.abs().max()) if read.numel() else 0.0
@@ -86,8 +62,8 @@ def conv_norm(
         return Norm(0.0, "exact", "zero operator")
     scaled, unit = _scaled(weight, top)
     if method in ("lanczos", "power"):
-        return _norm(unit, _estimate(scaled, where, groups, method), "lower", method)
-    return _norm(unit, *_sound(Kernel(scaled, where.axes, groups), where, scaled, method))
+        return _norm(unit, _estimate(scaled, where, method), "lower", method)
+    return _norm(unit, *_sound(Kernel(scaled, where.axes, where.groups), where, scaled, method))
 
 
 def _scaled(weight: Tensor, top: float) -> tuple[Tensor, float]:
@@ -126,7 +102,7 @@ def _sound(kernel: Kernel, where: Geometry, weight: Tensor, method: str) -> tupl
         return largest(kernel, torus_covers(axes)[0]), "exact", "torus"
     if method == "torus":
         return least(kernel, torus_covers(axes))[0], "upper", "torus"
-    guess = _estimate(weight, where, kernel.groups, "lanczos")
+    guess = _estimate(weight, where, "lanczos")
     whole = BandedGram(kernel, axes)
     if method == "cholesky":
         return whole.bound(guess), "upper", "cholesky"
@@ -154,49 +130,44 @@ def lower_norm(
     ``geometry``: stride, padding, dilation, groups, padding_mode.
     """
     where = geometry_of(weight, size, **geometry)
-    (scaled, unit), groups = _scaled(weight, check_finite(weight)), geometry.get("groups", 1)
-    return _norm(unit, _estimate(scaled, where, groups, method, steps, seed), "lower", method)
+    scaled, unit = _scaled(weight, check_finite(weight))
+    return _norm(unit, _estimate(scaled, where, method, steps, seed), "lower", method)
 
 
 def top_input(weight: Tensor, size: Pair, *, steps: int = 100, seed: int = 0, **geometry) -> Tensor:
     """Unit input (1, C_in, H, W), double, that the convolution stretches (nearly) most: a witness of the norm."""
     where = geometry_of(weight, size, **geometry)
     check_finite(weight)
-    return _search(weight.detach().double(), where, geometry.get("groups", 1), "lanczos", steps, seed)
+    return _search(weight.detach().double(), where, "lanczos", steps, seed)
 
 
-def _estimate(weight: Tensor, where: Geometry, groups: int, method: str, steps: int = 100, seed: int = 0) -> float:
+def _estimate(weight: Tensor, where: Geometry, method: str, steps: int = 100, seed: int = 0) -> float:
     """‖T v‖ for the unit v of the search, in double precision: reached, hence a lower bound."""
-    v = _search(weight, where, groups, method, steps, seed)
-    return float(where.conv(weight, groups)(v).norm())
+    v = _search(weight, where, method, steps, seed)
+    return float(where.conv(weight)(v).norm())
 
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _search(weight: Tensor, where: Geometry, groups: int, method: str, steps: int, seed: int) -> Tensor:
+def _search(weight: Tensor, where: Geometry, method: str, steps: int, seed: int) -> Tensor:
     """Unit input near the top right singular vector of T, by single-precision steps on the true operator."""
     if method not in ("lanczos", "power"):
         raise ValueError(f"method = {method!r}: must be lanczos or power")
     if steps < 1:
         raise ValueError(f"steps = {steps}: must be >= 1")
     unit = float(weight.abs().max()) or 1.0
-    conv = where.conv((weight / unit).float(), groups)
-    shape = (1, weight.shape[1] * groups, *where.size)
+    conv = where.conv((weight / unit).float())
+    shape = (1, weight.shape[1] * where.groups, *where.size)
     x = torch.zeros(shape, dtype=torch.float, device=weight.device, requires_grad=True)
     y = conv(x)
 
     def adjoint(v: Tensor) -> Tensor:
         return torch.autograd.grad(y, x, v, retain_graph=True)[0]
 
+    @torch.no_grad()
     def normal(v: Tensor) -> Tensor:
         """TᵀT or TTᵀ, on the smaller side."""
-        with torch.no_grad():
-            image = conv(v.view_as(x)) if inner else None
-        if inner:
-            return adjoint(image).flatten()
-        image = adjoint(v.view_as(y))
-        with torch.no_grad():
-            return conv(image).flatten()
+        return (adjoint(conv(v.view_as(x))) if inner else conv(adjoint(v.view_as(y)))).flatten()
 
     inner = x.numel() <= y.numel()
     random = torch.Generator().manual_seed(seed)

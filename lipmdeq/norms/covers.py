@@ -43,13 +43,6 @@ class Cover:
     axes: tuple[Axis, Axis]
     tori: tuple[Torus | None, Torus | None] = (None, None)
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.axes, self.tori))
-
     @property
     def scale(self) -> float:
         """Factor for circular outputs that occur more than once (on a torus axis only)."""
@@ -211,6 +204,11 @@ class Kernel:
         forming = (max(self.cin, self.cout) + 2) * first + (self.taps**2 + 32) * later
         return 8 * n * (n + 2) * later, 2.1 * forming * min(self.taps, cover.uses) * self.norm**2 + 1e-290
 
+    def level(self, cover: Cover, bound: float, order: int = 0) -> float:
+        """The ℓ² below which a computed test has to stay for ‖T‖ ≤ bound to be proved, rounding included."""
+        delta, error = self.rounding(cover, order)
+        return ((bound / cover.scale) ** 2 - error) / (1 + delta)
+
     def grams(self, cover: Cover) -> Iterator[Tensor]:
         """Gram matrices of the cover, in batches (B, n, n), Hermitian."""
         side = cover.side(self.cin, self.cout)
@@ -245,11 +243,8 @@ def least(kernel: Kernel, covers: list[Cover]) -> tuple[float, Cover]:
 
 def proves(kernel: Kernel, cover: Cover, c: float) -> bool:
     """True is a proof of ‖T‖ ≤ c (batched Cholesky, rounding included); False proves nothing."""
-    delta, error = kernel.rounding(cover)
-    level = ((c / cover.scale) ** 2 - error) / (1 + delta)
-    if not (math.isfinite(kernel.norm) and level > 0):
-        return False
-    return all(below(g, level) for g in kernel.grams(cover))
+    level = kernel.level(cover, c)
+    return math.isfinite(kernel.norm) and level > 0 and all(below(g, level) for g in kernel.grams(cover))
 
 
 def top_eigenvalue(gram: Tensor) -> float:
@@ -291,14 +286,13 @@ def climb(kernel: Kernel, cover: Cover, guess: float, stop: float = math.inf, ex
 
     The level starts at guess·(1 + excess) and rises only when a factorisation fails.
     """
-    delta, error = kernel.rounding(cover)
     guess, bound = max(guess, 1e-9 * kernel.norm), 0.0
     for g in kernel.grams(cover):
         while True:
             bound = guess * (1 + excess)
             if bound >= stop:
                 return math.inf
-            level = ((bound / cover.scale) ** 2 - error) / (1 + delta)
+            level = kernel.level(cover, bound)
             if level > 0 and below(g, level):
                 break
             excess *= 1.5

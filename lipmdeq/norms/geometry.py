@@ -116,9 +116,10 @@ class Axis:
         return a, [(int(k), 2 * n) for k in kappa]
 
 
-def make_axis(kernel: int, size: int, stride: int, dilation: int, left: int, right: int, circular: bool) -> Axis:
+def make_axis(kernel: int, size: int, stride: int, dilation: int, pads: tuple[int, int], circular: bool) -> Axis:
     """Axis with the taps that read only padding left out."""
-    circular = circular and (left, right) != (0, 0)
+    left, right = pads
+    circular = circular and pads != (0, 0)
     out = (size + left + right - dilation * (kernel - 1) - 1) // stride + 1
     offsets = [t * dilation - left for t in range(kernel)]
     kept = [
@@ -131,7 +132,7 @@ def make_axis(kernel: int, size: int, stride: int, dilation: int, left: int, rig
 
 @dataclass(frozen=True)
 class Geometry:
-    """Everything about a 2-d convolution but its channels and weights. ``pads``: (top, bottom), (left, right)."""
+    """Everything about a 2-d convolution but its weights. ``pads``: (top, bottom), (left, right)."""
 
     kernel: tuple[int, int]
     size: tuple[int, int]
@@ -139,23 +140,24 @@ class Geometry:
     pads: tuple[tuple[int, int], tuple[int, int]]
     dilation: tuple[int, int]
     circular: bool
+    groups: int
 
     @cached_property
     def axes(self) -> tuple[Axis, Axis]:
         y, x = (
-            make_axis(self.kernel[d], self.size[d], self.stride[d], self.dilation[d], *self.pads[d], self.circular)
+            make_axis(self.kernel[d], self.size[d], self.stride[d], self.dilation[d], self.pads[d], self.circular)
             for d in (0, 1)
         )
         return y, x
 
-    def conv(self, weight: Tensor, groups: int) -> Callable[[Tensor], Tensor]:
+    def conv(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         """The operator T on (B, C_in, H, W), as torch computes it."""
         (top, bottom), (left, right) = self.pads
         mode = "circular" if self.circular else "constant"
 
         def apply(x: Tensor) -> Tensor:
             x = F.pad(x, (left, right, top, bottom), mode=mode)
-            return F.conv2d(x, weight, None, self.stride, 0, self.dilation, groups)
+            return F.conv2d(x, weight, None, self.stride, 0, self.dilation, self.groups)
 
         return apply
 
@@ -189,7 +191,7 @@ def geometry_of(
     size, stride, dilation = pair("size", size, 1), pair("stride", stride, 1), pair("dilation", dilation, 1)
     if not isinstance(padding, str):
         padding = pair("padding", padding, 0)
-    return _geometry(tuple(weight.shape[2:]), size, stride, padding, dilation, padding_mode)
+    return _geometry(tuple(weight.shape[2:]), size, stride, padding, dilation, padding_mode, groups)
 
 
 def check_finite(weight: Tensor) -> float:
@@ -201,7 +203,7 @@ def check_finite(weight: Tensor) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _geometry(kernel: tuple[int, int], size, stride, padding, dilation, padding_mode) -> Geometry:
+def _geometry(kernel: tuple[int, int], size, stride, padding, dilation, padding_mode, groups) -> Geometry:
     span = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     if padding == "valid":
         pads = ((0, 0), (0, 0))
@@ -221,4 +223,4 @@ def _geometry(kernel: tuple[int, int], size, stride, padding, dilation, padding_
             raise ValueError(f"size = {size}: kernel {kernel} with dilation {dilation} is larger than the padded map")
         if circular and max(p) > h:
             raise ValueError(f"padding = {padding!r}: must be at most size = {size} when circular")
-    return Geometry(kernel, size, stride, pads, dilation, circular)
+    return Geometry(kernel, size, stride, pads, dilation, circular, groups)

@@ -14,13 +14,9 @@ import math
 import torch
 from torch import Tensor
 
+from lipmdeq.bounds import check_range
 from lipmdeq.norms.covers import Cover, Kernel, below, half_covers, largest, least, proves, torus_covers
 from lipmdeq.norms.geometry import Axis, Geometry, Pair, check_finite, geometry_of, pair
-
-
-def _positive(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} = {value}: must be in (0, inf)")
 
 
 def fast_covers(geometry: Geometry, cin: int, cout: int, exact_order: int = 256) -> list[Cover]:
@@ -56,15 +52,15 @@ def map_drift(axes: tuple[Axis, Axis]) -> float:
     return math.sqrt(min(math.prod(windows), math.prod(pixels)))
 
 
-def _finite_kernel(weight: Tensor, where: Geometry, groups: int) -> Kernel:
-    kernel = Kernel(weight, where.axes, groups, fast=True)
+def _finite_kernel(weight: Tensor, where: Geometry) -> Kernel:
+    kernel = Kernel(weight, where.axes, where.groups, fast=True)
     if not kernel.norm < 1e150:  # else squares overflow
         check_finite(weight)
         raise ValueError(f"weight of Frobenius norm {kernel.norm}: too large to be bounded")
     return kernel
 
 
-def fits(weight: Tensor, size: Pair, c: float, *, groups: int = 1, tries: int = 4, **geometry) -> bool:
+def fits(weight: Tensor, size: Pair, c: float, *, tries: int = 4, **geometry) -> bool:
     """True proves that the operator norm is at most c; False means "not proved".
 
     Args:
@@ -72,11 +68,11 @@ def fits(weight: Tensor, size: Pair, c: float, *, groups: int = 1, tries: int = 
         size: (H, W) of the input map.
         c: the bound, > 0.
         tries: how many tori to try at most.
-        geometry: stride, padding, dilation, padding_mode.
+        geometry: stride, padding, dilation, groups, padding_mode.
     """
-    _positive("c", c)
-    where = geometry_of(weight, size, groups=groups, **geometry)
-    kernel = _finite_kernel(weight, where, groups)
+    check_range("c", c)
+    where = geometry_of(weight, size, **geometry)
+    kernel = _finite_kernel(weight, where)
     if kernel.norm == 0:
         return True
     covers = fast_covers(where, kernel.cin, kernel.cout)
@@ -84,13 +80,11 @@ def fits(weight: Tensor, size: Pair, c: float, *, groups: int = 1, tries: int = 
 
 
 @torch.no_grad()
-def project(weight: Tensor, size: Pair, c: float, *, margin: float = 0.0, groups: int = 1, **geometry) -> float:
+def project(weight: Tensor, size: Pair, c: float, *, margin: float = 0.0, **geometry) -> float:
     """Scale the weight in place to norm ≤ c·(1 − margin) if its proved bound exceeds c; returns the factor."""
-    _positive("c", c)
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin = {margin}: must be in [0, 1)")
-    guard = NormGuard(size, groups=groups, **geometry)
-    return guard.rescale(weight, c, c * (1 - margin))
+    check_range("c", c)
+    check_range("margin", margin, 0, 1, "[)")
+    return NormGuard(size, **geometry).rescale(weight, c, c * (1 - margin))
 
 
 class NormGuard:
@@ -103,28 +97,14 @@ class NormGuard:
         size: (H, W) of the input map.
         margin: a weight that is too large is brought below c by four steps like the last ones, at most by margin·c.
         exact_order: largest order of a full Gram matrix that is used in the place of tori (tight, but slower).
-        stride, padding, dilation, groups, padding_mode: as in ``torch.nn.Conv2d``.
+        geometry: stride, padding, dilation, groups, padding_mode, as in ``torch.nn.Conv2d``.
     """
 
-    def __init__(
-        self,
-        size: Pair,
-        *,
-        stride: Pair = 1,
-        padding: Pair | str = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-        padding_mode: str = "zeros",
-        margin: float = 0.04,
-        exact_order: int = 256,
-    ):
-        if not 0 <= margin < 1:
-            raise ValueError(f"margin = {margin}: must be in [0, 1)")
-        self.key = (size, stride, padding)
-        self.groups, self.margin, self.exact_order = groups, margin, exact_order
-        self._where = dict(
-            size=size, stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=padding_mode
-        )
+    def __init__(self, size: Pair, *, margin: float = 0.04, exact_order: int = 256, **geometry):
+        check_range("margin", margin, 0, 1, "[)")
+        self.key = (size, geometry.get("stride", 1), geometry.get("padding", 0))
+        self.margin, self.exact_order = margin, exact_order
+        self._where = {"size": size, **geometry}
         self.forget()
 
     def forget(self) -> None:
@@ -137,19 +117,13 @@ class NormGuard:
         self._room = 8.0  # steps that the next bound is to leave free
         self._cover: Cover | None = None
         self._drift = math.inf
-        self.found = (
-            math.inf
-        )  # what the last enforce proved before it scaled anything: c, or the bound that was above it
+        self.found = math.inf  # proved by the last enforce before it scaled anything: c, or the bound that was above it
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_seen": None, "_bound": math.inf, "_calls": 0, "_cover": None}
 
     def _remember(self, weight: Tensor, bound: float) -> None:
-        if self._seen is None or self._seen.shape != weight.shape or self._seen.dtype != weight.dtype:
-            self._seen = weight.detach().clone()
-        else:
-            self._seen = self._seen.to(weight.device).copy_(weight.detach())
-        self._bound, self._calls = bound, 0
+        self._seen, self._bound, self._calls = weight.detach().clone(), bound, 0
 
     def _moved(self, weight: Tensor) -> float:
         """Bound on ‖T_W − T_V‖, inf when there is no V to compare with."""
@@ -160,11 +134,11 @@ class NormGuard:
             v = self._seen = v.to(w.device)
         return self._drift * (1 + 1e-6) * float(torch.linalg.vector_norm(w - v, dtype=torch.double))
 
-    def _kernel(self, weight: Tensor) -> Kernel:
+    def _kernel(self, weight: Tensor) -> tuple[Kernel, Geometry]:
         where = geometry_of(weight, **self._where)
         if self._drift == math.inf:
             self._drift = map_drift(where.axes)
-        return _finite_kernel(weight, where, self.groups)
+        return _finite_kernel(weight, where), where
 
     def _shrink(self, weight: Tensor, kernel: Kernel, bound: float, c: float) -> float:
         """Scale from a proved bound to c, with room for the rounding of the scaled entries in their own dtype."""
@@ -178,17 +152,17 @@ class NormGuard:
         self._remember(weight, c)
         return factor
 
-    def _covers(self, weight: Tensor, kernel: Kernel) -> list[Cover]:
-        return fast_covers(geometry_of(weight, **self._where), kernel.cin, kernel.cout, self.exact_order)
+    def _covers(self, kernel: Kernel, where: Geometry) -> list[Cover]:
+        return fast_covers(where, kernel.cin, kernel.cout, self.exact_order)
 
     @torch.no_grad()
     def rescale(self, weight: Tensor, c: float, target: float | None = None) -> float:
         """Choose the best cover; scale to ``target`` (default c) if its bound is above c. Returns the factor."""
-        kernel = self._kernel(weight)
+        kernel, where = self._kernel(weight)
         if kernel.norm == 0:
             self._remember(weight, 0.0)
             return 1.0
-        bound, self._cover = least(kernel, self._covers(weight, kernel))
+        bound, self._cover = least(kernel, self._covers(kernel, where))
         self._chosen = self._scalings
         if bound <= c:
             self._remember(weight, bound)
@@ -197,9 +171,9 @@ class NormGuard:
 
     def _first(self, weight: Tensor, c: float) -> float:
         """A weight that is seen for the first time: try the cover that is likely best before choosing among all."""
-        kernel = self._kernel(weight)
+        kernel, where = self._kernel(weight)
         if kernel.norm > 0:
-            cover = self._covers(weight, kernel)[0]
+            cover = self._covers(kernel, where)[0]
             if proves(kernel, cover, c):
                 self._cover = cover
                 self._remember(weight, c)
@@ -209,7 +183,7 @@ class NormGuard:
     @torch.no_grad()
     def enforce(self, weight: Tensor, c: float) -> float:
         """Make ‖T_W‖ ≤ c a proved fact, scaling ``weight`` in place if need be; returns the factor (1.0: untouched)."""
-        _positive("c", c)
+        check_range("c", c)
         self._calls += 1
         self.found = c
         moved = self._moved(weight)
@@ -217,11 +191,11 @@ class NormGuard:
             return 1.0
         if self._cover is None or not moved < math.inf:
             return self._first(weight, c)
-        kernel = self._kernel(weight)
-        grams, (delta, error) = list(kernel.grams(self._cover)), kernel.rounding(self._cover)
+        kernel, _ = self._kernel(weight)
+        grams = list(kernel.grams(self._cover))
 
         def holds(bound: float) -> bool:
-            level = ((bound / self._cover.scale) ** 2 - error) / (1 + delta)
+            level = kernel.level(self._cover, bound)
             return bound > 0 and level > 0 and all(below(g, level) for g in grams)
 
         # A bound below c pays: that many steps like the last ones need no work. After failures ask for less, and rarely.

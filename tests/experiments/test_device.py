@@ -1,7 +1,6 @@
 """Ready for an accelerator, tested without one: whole runs on a pretended device end bit-equal to the CPU (:mod:`pretend`)."""
 
 import dataclasses
-import functools
 import warnings
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from lipmdeq.experiments import checkpoints, training
 from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.training import Run
 from lipmdeq.experiments.world import World
+from lipmdeq.jacobian import Measurement
 from lipmdeq.model.layers import MGN
 from lipmdeq.norms import covers
 
@@ -40,7 +40,7 @@ def alike(monkeypatch):
     Certificates of the runs are proved only; a test of its own measures.
     """
     monkeypatch.setattr(covers, "_plain_single", lambda w: False)
-    monkeypatch.setattr(training, "certify", functools.partial(certify, measure=False))
+    monkeypatch.setattr(training, "certify", lambda model, **kw: certify(model, **{**kw, "measure": False}))
     monkeypatch.setattr("lipmdeq.experiments.step.JACOBIAN_RATE", 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -149,7 +149,7 @@ def test_certificate_and_depth_are_equal(fields, tmp_path):
     model, (x, y) = run.model.eval(), run._images(4)
 
     def reports(model, x, y):
-        proof = certify(model, x=x, random_points=1, power_steps=2, progress=False)
+        proof = certify(model, x=x, measure=Measurement(random_points=1, power_steps=2), progress=False)
         return proof.to_dict(), depth(model, x, y, certificate=proof).to_dict()
 
     (proof, report) = reports(model, x, y)

@@ -285,6 +285,21 @@ def test_attack_between_proofs_stays_below_c(weight_norm):
     assert 0.9 < largest <= worst <= 1.0
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_jump_in_a_new_direction_is_seen_at_once(k):
+    """One update raises the norm to twice c in a direction in which the kernel was zero; no proof comes to help."""
+    torch.manual_seed(0)
+    conv = Conv(32, 48, k, 1, 2.0, (6, 6)).double()
+    left, right = torch.linalg.qr(torch.randn(48, 32).double())[0], torch.linalg.qr(torch.randn(32, 32).double())[0]
+    with torch.no_grad():
+        conv.weight.zero_()
+        conv.weight[:, :, k // 2, k // 2] = left[:, 1:] @ right[:, 1:].T
+        conv.constrain(prove=False)
+        conv.weight[:, :, k // 2, k // 2] += 4.0 * torch.outer(left[:, 0], right[:, 0])
+    conv.constrain(prove=False)
+    assert 1.0 < conv_norm(conv.kernel().detach(), (6, 6), padding=k // 2).value < 2.0
+
+
 def test_constrain_says_how_far_above_c_it_found_a_norm():
     torch.manual_seed(0)
     conv = Conv(4, 4, 1, 1, 1.0, (4, 4)).double()

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lipmdeq.certificate import JacobianProbe, certify
+from lipmdeq.certificate import certify
+from lipmdeq.jacobian import JacobianProbe
 from lipmdeq.model import build
 from lipmdeq.model.potential import Potential, PotentialMap, UnitConv, matrix_norm_bound
 from lipmdeq.norms import conv_norm
