@@ -31,8 +31,8 @@ pdf: setup ## print the whole book into _build/pdf/book.pdf (needs Chromium; bui
 	$(PY) tools/pdf.py
 
 test: setup ## run the tests, then every notebook against its stored outputs
-	$(PY) -m pytest tests/
-	$(PY) -m pytest --nbval -p no:cacheprovider notebooks/
+	$(PY) -m pytest -n $(CORES) tests/
+	$(PY) -m pytest -n $(CORES) --dist loadfile --nbval -p no:cacheprovider notebooks/
 
 portable: setup ## all tests and notebooks as on other machines: old processor, two threads (about 45 minutes)
 	@tools/machines.sh $(ON) $(if $(WHAT),-- $(WHAT))

@@ -16,11 +16,13 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
+from lipmdeq.experiments.figures import CURVES, is_drawn, products
 from lipmdeq.experiments.parameters import OneSentence, RunConfig
-from lipmdeq.experiments.seal import read_record
+from lipmdeq.experiments.rows import read_run
 from lipmdeq.experiments.tables import SHARED, TABLES as PRINTED, load
 
 PROTOCOL = config.get("protocol", "cpu")
+FOLDER = f"results/{PROTOCOL}/tables"
 TABLES = str(config.get("tables", "table1,table2,figure4,table3,beyond")).split(",")
 _THREE = {
     "table1": ["mdeq", "mdeq-jr", "mdeq-pg", "mdeq-jfb", "lip-a1.0", "lip-a0.4", "lip-a0.1"],
@@ -58,18 +60,11 @@ def wanted(protocol):
 
 def check(record, path, seed):
     """Stop when a record is damaged, was changed, or was made with other parameters than its config has now."""
-    if record.exists():
-        try:
-            made = RunConfig.from_mapping(read_record(record)["parameters"]).identity()
-            wants = RunConfig.from_yaml(path, seed=seed).identity()
-        except OneSentence as e:
-            raise WorkflowError(str(e))
-        for name in wants:
-            if made[name] != wants[name]:
-                raise WorkflowError(
-                    f"{record} was made with {name} = {made[name]!r}, but {path} says {wants[name]!r}: "
-                    f"delete the record and {str(record.with_suffix('')).replace('results', 'runs', 1)} to run it again"
-                )
+    try:
+        if record.exists():
+            read_run(record, RunConfig.from_yaml(path, seed=seed))
+    except OneSentence as e:
+        raise WorkflowError(str(e))
 
 
 def source(w):
@@ -80,16 +75,38 @@ def source(w):
     return ancient(str(run)) if same else str(run)
 
 
-def sources():
-    """What the tables are made from; their times do not count while the tables are what they give."""
-    found = [f for f in wanted(PROTOCOL) if f.endswith(".json") and "/beyond/" not in f]
-    found += [f for f in ["results/paper.yaml", "results/bench/trained.json"] if Path(f).exists()]
-    folder = Path("results", PROTOCOL, "tables")
+def tables():
+    """The paper's tables that are asked for, with the records that there are; Figure 4 shows Table 1 too."""
+    names = [t for t in PRINTED if t in TABLES or (t == "table1" and "figure4" in TABLES)]
     try:
-        same = all(load(t, PROTOCOL).is_written(folder) for t in PRINTED if t in TABLES)
+        return {name: load(name, PROTOCOL) for name in names}
     except (OneSentence, ValueError) as e:
         raise WorkflowError(str(e))
-    return [ancient(f) for f in found] if same else found
+
+
+RECORDS = wanted(PROTOCOL)
+LOADED = tables()
+
+
+def records(table):
+    return [f for f in RECORDS if f.startswith(f"results/{PROTOCOL}/{table}/") and f.endswith(".json")]
+
+
+def of_table(w):
+    """What a table is made from; times do not count while it is what they give."""
+    found = [*records(w.table), "results/paper.yaml"]
+    if PROTOCOL == "cpu" and Path("results/bench/trained.json").exists():
+        found.append("results/bench/trained.json")
+    return [ancient(f) for f in found] if LOADED[w.table].is_written(FOLDER) else found
+
+
+def of_figure(w):
+    """What a figure is made from, in the same way: Figures 3 and 5 show the first seed of some rows of Table 1."""
+    if w.figure == "figure4":
+        found = [*records("figure4"), *records("table1"), "results/paper.yaml"]
+    else:
+        found = [f for f in records("table1") if f.split("/")[3] in CURVES and f.endswith("/seed0.json")]
+    return [ancient(f) for f in found] if is_drawn(w.figure, LOADED, FOLDER) else found
 
 
 wildcard_constraints:
@@ -97,44 +114,47 @@ wildcard_constraints:
     table="[a-z0-9]+",
     row="[A-Za-z0-9.-]+",
     seed="[0-9]+",
-
-
-def files():
-    """Tables and figures of the chosen tables; "beyond" has none in the paper."""
-    names = [t for t in PRINTED if t in TABLES]
-    figures = {"table1": ("figure3", "figure5"), "figure4": ("figure4",)}
-    return [f"results/{PROTOCOL}/tables/{t}.{end}" for t in names for end in ("md", "csv")] + [
-        f"results/{PROTOCOL}/tables/{f}.svg" for t in names for f in figures.get(t, ())
-    ]
+    figure="figure[0-9]",
 
 
 localrules:
     all,
     share,
     weights,
-    tables,
+    table,
+    figure,
 
 
 rule all:
     input:
-        wanted(PROTOCOL),
-        files(),
+        RECORDS,
+        [f"{FOLDER}/{name}" for name in products([t for t in PRINTED if t in TABLES])],
 
 
-if files():
+rule table:
+    """One table of the paper."""
+    input:
+        of_table,
+    output:
+        multiext(FOLDER + "/{table}", ".md", ".csv"),
+    params:
+        python=sys.executable,
+        protocol=PROTOCOL,
+    shell:
+        "{params.python} -m lipmdeq tables --protocol {params.protocol} --only {wildcards.table}.md,{wildcards.table}.csv"
 
-    rule tables:
-        """Tables and figures from the records."""
-        input:
-            sources(),
-        output:
-            files(),
-        params:
-            python=sys.executable,
-            names=",".join(t for t in PRINTED if t in TABLES),
-            protocol=PROTOCOL,
-        shell:
-            "{params.python} -m lipmdeq tables --protocol {params.protocol} --tables {params.names}"
+
+rule figure:
+    """One figure of the paper."""
+    input:
+        of_figure,
+    output:
+        FOLDER + "/{figure}.svg",
+    params:
+        python=sys.executable,
+        protocol=PROTOCOL,
+    shell:
+        "{params.python} -m lipmdeq tables --protocol {params.protocol} --only {wildcards.figure}.svg"
 
 
 rule share:
@@ -185,7 +205,7 @@ rule weights:
         python=sys.executable,
         source="runs/{protocol}/{table}/{row}/seed{seed}/checkpoint.ckpt",
     shell:
-        "{params.python} -c 'import sys; from lipmdeq.experiments.records import export_weights; export_weights(*sys.argv[1:])' "
+        "{params.python} -c 'import sys; from lipmdeq.experiments import export_weights; export_weights(*sys.argv[1:])' "
         "{params.source} {output}"
 
 

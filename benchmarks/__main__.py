@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import nn
 from torchdeq import get_deq
 
-from lipmdeq.experiments.records import git_commit, machine, versions, write_json
+from lipmdeq.experiments.record import write_json
 from lipmdeq.experiments.step import JACOBIAN_RATE, Batch
+from lipmdeq.experiments.world import git_commit, machine, versions
 from lipmdeq.model import build
 from lipmdeq.model.layers import Conv
 from lipmdeq.shell import Parser, guarded

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-from lipmdeq.experiments.records import git_commit, machine, now, versions, write_json
+from lipmdeq.experiments.record import write_json
 from lipmdeq.experiments.step import Batch
+from lipmdeq.experiments.world import git_commit, machine, now, versions
 from lipmdeq.model import MDEQ, build
 
 ROOT = Path(__file__).resolve().parent.parent

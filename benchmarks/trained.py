@@ -18,17 +18,19 @@ import torch
 
 from benchmarks.__main__ import ROOT, Step, interleave
 from lipmdeq import data
-from lipmdeq.experiments import records
+from lipmdeq.experiments.checkpoints import load_model
 from lipmdeq.experiments.parameters import RunConfig
+from lipmdeq.experiments.record import read_record, write_json
+from lipmdeq.experiments.world import git_commit, machine, versions
 from lipmdeq.shell import Parser, guarded
 from lipmdeq.solvers import SolverWarning
 
 
 def row(folder: Path, x: torch.Tensor, y: torch.Tensor) -> tuple[Step, RunConfig]:
     """A training step of a finished run."""
-    record = records.read_record(folder / "record.json")
+    record = read_record(folder / "record.json")
     cfg = RunConfig.from_mapping(record["parameters"])
-    net = records.load_model(folder / "checkpoint.ckpt", record)
+    net = load_model(folder / "checkpoint.ckpt", record)
     net.stem.requires_grad_(cfg.train_stem)
     net.constrain()  # warm, as in the middle of a run
     return Step(net, net.solver, net.adjoint, cfg.jacobian_weight, x, y), cfg
@@ -36,7 +38,7 @@ def row(folder: Path, x: torch.Tensor, y: torch.Tensor) -> tuple[Step, RunConfig
 
 def batch(folder: Path) -> tuple[torch.Tensor, torch.Tensor, str]:
     """The first training images of a run's data, as many as its batch, not augmented; and its scale in words."""
-    record = records.read_record(folder / "record.json")
+    record = read_record(folder / "record.json")
     cfg = RunConfig.from_mapping(record["parameters"])
     images = data.load(
         cfg.data, root=cfg.data_root, train_images=cfg.train_images, resolution=cfg.resolution, seed=cfg.seed
@@ -79,14 +81,10 @@ def main() -> None:
     if (args.runs / "table3" / "mdeq" / "seed0" / "record.json").exists():
         result["table3"], result["table3_scale"] = measure(args.runs, "table3", args.rounds)
     result |= {"rounds": args.rounds, "command": "python -m benchmarks.trained", "seed": 0}
-    result |= {
-        "versions": records.versions(),
-        "machine": records.machine(torch.device("cpu")),
-        "git_commit": records.git_commit(),
-    }
+    result |= {"versions": versions(), "machine": machine(torch.device("cpu")), "git_commit": git_commit()}
     for name, r in rows.items():
         print(f"{name:<14} {r['step_ms']:7.1f} ms  {r['speedup']:5.2f}x  {r['nfe_forward']}/{r['nfe_backward']}")
-    records.write_json(args.out, result)
+    write_json(args.out, result)
     print(f"written to {args.out.name}", file=sys.stderr)
 
 

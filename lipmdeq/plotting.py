@@ -52,16 +52,17 @@ def use_style() -> None:
         set_matplotlib_formats("svg", metadata={"Date": None, "Creator": None})
 
 
-def save(fig: Any, path: Any) -> None:
+def save(fig: Any, path: Any, source: str | None = None) -> None:
     """Write ``fig`` as SVG; the same figure gives the same bytes.
 
     Args:
         fig: a matplotlib figure.
         path: where to write it, ending in ``.svg``.
+        source: what it was made from, kept in the file for those who ask.
     """
     if not str(path).endswith(".svg"):
         raise ValueError(f"path = {path}: must end in .svg")
-    fig.savefig(path, metadata={"Date": None, "Creator": None})
+    fig.savefig(path, metadata={"Date": None, "Creator": None, "Source": source})
 
 
 def shade_contraction(ax: Any, axis: str = "y", label: str = "contraction, $L < 1$", at: float = 1.0) -> None:

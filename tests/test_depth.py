@@ -10,8 +10,8 @@ import torch
 from lipmdeq.__main__ import main
 from lipmdeq.certificate import certify
 from lipmdeq.depth import FEED_FORWARD, STEPS, Depth, depth
+from lipmdeq.experiments.checkpoints import load_model
 from lipmdeq.experiments.parameters import RunConfig
-from lipmdeq.experiments.records import load_model
 from lipmdeq.experiments.training import test_images as images_of
 from lipmdeq.model import build
 

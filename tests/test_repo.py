@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from lipmdeq.experiments import tables
-from lipmdeq.experiments.seal import read_record
+from lipmdeq.experiments.record import read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -142,12 +142,7 @@ def constraints() -> dict[str, str]:
 
 def requirements() -> set[str]:
     project = PYPROJECT["project"]
-    listed = project["dependencies"] + [
-        r
-        for name, extra in project["optional-dependencies"].items()
-        if name != "slurm"  # not installed here: whoever has a cluster adds it
-        for r in extra
-    ]
+    listed = project["dependencies"] + [r for extra in project["optional-dependencies"].values() for r in extra]
     return {normal(re.match(r"[\w.-]+", requirement)[0]) for requirement in listed}
 
 

@@ -5,6 +5,7 @@
 #   make portable ON=old1 WHAT=notebooks/     only on this machine, and only this, as in .ci/run
 set -u
 cd "$(dirname "$0")/.." || exit 1
+CORES=${CORES:-2}
 
 on() { # on <machine> <command …>: run the command as on that machine
   machine=$1
@@ -34,8 +35,8 @@ for machine in ${machines:-here1 here2 old1 old2}; do
   for what in "$@"; do
     printf '\n== %s on %s\n' "$what" "$machine"
     case $what in
-      notebooks/*) on "$machine" .venv/bin/python -m pytest -q --nbval -p no:cacheprovider "$what" ;;
-      *) on "$machine" .venv/bin/python -m pytest -q "$what" ;;
+      notebooks/*) on "$machine" .venv/bin/python -m pytest -q -n "$CORES" --dist loadfile --nbval -p no:cacheprovider "$what" ;;
+      *) on "$machine" .venv/bin/python -m pytest -q -n "$CORES" "$what" ;;
     esac || failed="$failed; $what on $machine"
   done
 done

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from lipmdeq.bounds import LipschitzSpec
-from lipmdeq.experiments.seal import read_record
+from lipmdeq.experiments.record import read_record
 from lipmdeq.plotting import COLOURS, LINES, ours, paper, save, shade_contraction, use_style
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,5 +1,16 @@
-"""Data sets: digits without a download, CIFAR-10, Tiny-ImageNet, folders of images."""
+"""Data sets: digits without a download, CIFAR-10, Tiny-ImageNet, folders of images.
 
-from lipmdeq.data.datasets import choose, load, open_small
-from lipmdeq.data.files import DataError
-from lipmdeq.data.images import Dataset, Split, area_downsample, crop_and_flip, mean_std, normalise
+Light: torch is imported only when a name that needs it is used for the first time.
+"""
+
+from lipmdeq import attach
+
+_NAMES = {
+    "datasets": "Choice choose load open_small",
+    "files": "DataError",
+    "images": "Dataset Split area_downsample crop_and_flip mean_std normalise",
+}
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
+
+__all__ = list(_HOME)
+__getattr__, __dir__ = attach(__name__, _HOME)

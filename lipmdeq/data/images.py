@@ -12,7 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lipmdeq.data.sampling import Plan, stratified_permutation, whole
+from lipmdeq.bounds.operations import check_whole
+from lipmdeq.data.sampling import Plan, stratified_permutation
 
 Floats = tuple[float, ...]
 Batch = tuple[Tensor, Tensor]  # images (B, C, H, W) float32, labels (B,) int64
@@ -21,7 +22,7 @@ Batch = tuple[Tensor, Tensor]  # images (B, C, H, W) float32, labels (B,) int64
 def area_downsample(images: Tensor, size: int) -> Tensor:
     """Means over square blocks, rounded half up: (N, C, H, H) uint8 -> (N, C, size, size) uint8."""
     n, c, h, w = images.shape
-    if h != w or h % whole("resolution", size, 1, h):
+    if h != w or h % check_whole("resolution", size, 1, h):
         raise ValueError(f"resolution = {size}: must divide the image size {h} x {w}")
     s = h // size
     if s == 1:
@@ -104,7 +105,7 @@ class Split:
 
     def sample(self, count: int, seed: int = 0) -> Batch:
         """One fixed batch, not augmented, with the classes in proportion: for traces, figures and probes."""
-        index = stratified_permutation(self.labels.cpu(), seed)[: whole("count", count, 1, len(self))]
+        index = stratified_permutation(self.labels.cpu(), seed)[: check_whole("count", count, 1, len(self))]
         return next(self.take(index.to(self.labels.device)).batches(count))
 
     def to(self, device: str | torch.device) -> "Split":

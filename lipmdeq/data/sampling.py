@@ -11,22 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipmdeq.bounds.operations import check_whole
+
 ORDER, AUGMENT, SUBSET = 1, 2, 3  # purposes of random numbers: no two share a stream
 LAST = 2**32 - 1  # largest seed and epoch: one word each of the key
 
 
-def whole(field: str, value: object, low: int, high: int | None = None) -> int:
-    """The value as an int in [low, high]; ValueError naming field, value and range otherwise."""
-    bounds = f">= {low}" if high is None else f"in [{low}, {high}]"
-    number = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not number or value < low or (high is not None and value > high):
-        raise ValueError(f"{field} = {value!r}: must be an integer {bounds}")
-    return int(value)
-
-
 def generator(purpose: int, seed: int, epoch: int = 0, batch: int = 0) -> torch.Generator:
     """A CPU generator for this purpose, seed, epoch and batch; distinct arguments give unrelated streams."""
-    key = np.random.SeedSequence([purpose, whole("seed", seed, 0, LAST), epoch, batch])
+    key = np.random.SeedSequence([purpose, check_whole("seed", seed, 0, LAST), epoch, batch])
     return torch.Generator().manual_seed(int(key.generate_state(1, np.uint64)[0]))
 
 
@@ -60,12 +53,12 @@ class Plan:
     world: int = 1
 
     def __post_init__(self) -> None:
-        whole("batch_size", self.batch_size, 1)
-        whole("seed", self.seed, 0, LAST)
-        whole("epoch", self.epoch, 0, LAST)
-        whole("world", self.world, 1)
-        whole("rank", self.rank, 0, self.world - 1)
-        whole("start", self.start, 0, self.steps)
+        check_whole("batch_size", self.batch_size, 1)
+        check_whole("seed", self.seed, 0, LAST)
+        check_whole("epoch", self.epoch, 0, LAST)
+        check_whole("world", self.world, 1)
+        check_whole("rank", self.rank, 0, self.world - 1)
+        check_whole("start", self.start, 0, self.steps)
         if self.batch_size % self.world:
             raise ValueError(f"batch_size = {self.batch_size}: must be a multiple of world = {self.world}")
         if self.train and self.world > 1 and not self.drop_last:  # unequal shares would be averaged as equals

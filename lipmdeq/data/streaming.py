@@ -2,8 +2,8 @@
 
 Training images are cropped as usual for ImageNet (a random 8 to 100 % of the area, aspect 3/4 to 4/3, random
 flip); test images are the centre square, 7/8 of the shorter side. All random numbers come with the plan
-of the epoch, so the workers have no state. If the folder holds a ``SHA256SUMS`` (as ``sha256sum`` writes it),
-the bytes of every image are checked before they are decoded.
+of the epoch, so the workers have no state (torchvision's transforms draw their own, so they are not used). If the
+folder holds a ``SHA256SUMS`` (as ``sha256sum`` writes it), the bytes of every image are checked before they are decoded.
 """
 
 import dataclasses
@@ -19,10 +19,11 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
+from lipmdeq.bounds.operations import check_whole
 from lipmdeq.data.fetch import TINY
 from lipmdeq.data.files import MANIFEST, MEND, DataError, file_sha256, read_image, read_manifest
 from lipmdeq.data.images import Batch, Floats, Split, normalise
-from lipmdeq.data.sampling import Plan, whole
+from lipmdeq.data.sampling import Plan
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -114,8 +115,8 @@ def collate(items: list) -> Batch | DataError:
 
 def open_folder(folder: Path, size: int | None, augment: bool, workers: int):
     """Training and test split of a folder, class names, and the sha256 of its SHA256SUMS (or None)."""
-    size = 224 if size is None else whole("resolution", size, 1)
-    whole("workers", workers, 0)
+    size = 224 if size is None else check_whole("resolution", size, 1)
+    check_whole("workers", workers, 0)
     listings = []
     for part in ("train", "val"):
         try:

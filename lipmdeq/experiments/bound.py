@@ -5,12 +5,12 @@ does so for the certified family. Starts without torch.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import asdict
 
 from lipmdeq import bounds
 from lipmdeq.bounds import LipschitzSpec, PotentialSpec, check_choice
+from lipmdeq.experiments.record import json_text
 
 TOLERANCES = (1e-3, 1e-6)
 BLOCKS = ("paper", "potential")
@@ -24,15 +24,6 @@ def parse_number(text: str) -> float | int | str:
         except ValueError:
             continue
     return text
-
-
-def _finite(value: object) -> object:
-    """JSON knows no infinity and no NaN: null instead, also inside lists and objects."""
-    if isinstance(value, dict):
-        return {key: _finite(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def bound_report(spec, ablation: str | None = None) -> dict:
@@ -117,70 +108,74 @@ def _potential_table(report: dict) -> str:
     )
 
 
-def _table(report: dict) -> str:
-    """The report of `bound_report` for people."""
+NAMES = {
+    "printed": "printed (Frobenius, up = 2^d)",
+    "reported": "reported (Frobenius, full up path)",
+    "spectral": "spectral",
+    "perron": "perron (weights D)",
+}
 
-    def show(x: float | None, form: str = ".4f") -> str:
-        return "-" if x is None else format(x, form if not isinstance(x, float) or x < 1e4 else ".3e")
 
-    q = report["parameters"]
-    names = {
-        "printed": "printed (Frobenius, up = 2^d)",
-        "reported": "reported (Frobenius, full up path)",
-        "spectral": "spectral",
-        "perron": "perron (weights D)",
-    }
-    lines = [
-        "  ".join(f"{key} = {q[key]:g}" for key in ("a", "c", "gamma", "alpha1", "alpha2", "n", "p"))
-        + (f"  ablation = {report['ablation']}" if report["ablation"] else ""),
-        "",
-    ]
-    lines += [f"{'':36}{'train mode':^34}  {'test mode':^34}"]
+def _show(x: float | None, form: str = ".4f") -> str:
+    return "-" if x is None else format(x, form if not isinstance(x, float) or x < 1e4 else ".3e")
+
+
+def _readings(report: dict) -> list[str]:
+    """A line for each reading: L, steps and the largest slope, in both modes."""
     head = f"{'L':>10}{'1e-3':>8}{'1e-6':>8}{'a <':>8}"
-    lines += [f"{'reading':36}{head}  {head}"]
-    for r, label in names.items():
+    lines = [f"{'':36}{'train mode':^34}  {'test mode':^34}", f"{'reading':36}{head}  {head}"]
+    for reading, label in NAMES.items():
         cells = []
         for mode in ("train", "test"):
-            few, many = report["steps_to"][mode][r]
+            few, many = report["steps_to"][mode][reading]
             # rounded down: the slope shown still keeps L < 1
-            slope = report["largest_a"][mode][r]
+            slope = report["largest_a"][mode][reading]
             cells.append(
-                f"{show(report[mode][r]):>10}{show(few, 'd'):>8}{show(many, 'd'):>8}"
-                f"{show(slope and math.floor(slope * 1e4) / 1e4):>8}"
+                f"{_show(report[mode][reading]):>10}{_show(few, 'd'):>8}{_show(many, 'd'):>8}"
+                f"{_show(slope and math.floor(slope * 1e4) / 1e4):>8}"
             )
         lines.append(f"{label:36}{cells[0]}  {cells[1]}")
-    norms = report["fusion_norm"]
-    lines += [
-        "",
-        "L: Lipschitz constant of f. 1e-3, 1e-6: Picard steps until the relative residual is at most that.",
-        "a <: "
-        + (
-            "is not searched for with --ablation."
-            if report["ablation"]
-            else "largest slope with L < 1, the rest unchanged, rounded down."
-        ),
-        "",
-        f"L = L_hat * |M| * L_bar: L_hat = {show(report['L_hat']['train'])} "
-        f"(test mode {show(report['L_hat']['test'])}), L_bar = {show(report['L_bar'])},",
-        "|M| = " + ", ".join(f"{show(norms[r])} ({r})" for r in names),
-        "D = "
-        + " ".join(show(d) for d in report["D"])
-        + f", cond(D) = {show(report['cond_D'], '.2f')}"
-        + (f", {report['steps_l2']} steps to 1e-3 in plain l2" if report["steps_l2"] is not None else ""),
-        "",
+    slopes = "is not searched for with --ablation." if report["ablation"] else (
+        "largest slope with L < 1, the rest unchanged, rounded down."
+    )  # fmt: skip
+    legend = "L: Lipschitz constant of f. 1e-3, 1e-6: Picard steps until the relative residual is at most that."
+    return [*lines, "", legend, f"a <: {slopes}"]
+
+
+def _factors(report: dict) -> list[str]:
+    """L = L_hat * |M| * L_bar, and the weights D of the norm in which Perron's reading holds."""
+    hat, norms = report["L_hat"], report["fusion_norm"]
+    plain = f", {report['steps_l2']} steps to 1e-3 in plain l2" if report["steps_l2"] is not None else ""
+    return [
+        f"L = L_hat * |M| * L_bar: L_hat = {_show(hat['train'])} (test mode {_show(hat['test'])}), "
+        f"L_bar = {_show(report['L_bar'])},",
+        "|M| = " + ", ".join(f"{_show(norms[r])} ({r})" for r in NAMES),
+        "D = " + " ".join(_show(d) for d in report["D"]) + f", cond(D) = {_show(report['cond_D'], '.2f')}" + plain,
     ]
-    L = report["perron"]
+
+
+def _verdict(report: dict) -> list[str]:
+    """Whether it is a contraction in train mode, and what would make it one."""
+    L, q = report["perron"], report["parameters"]
     if report["certified"]:
-        lines.append(f"certified: L = {L:.6g} < 1, a contraction in train mode")
+        lines = [f"certified: L = {L:.6g} < 1, a contraction in train mode"]
     else:
         helps = "Each of these alone makes it a contraction:" if report["advice"] else "No single change helps."
-        lines.append(f"not certified: L = {L:.6g} >= 1 in train mode." + ("" if report["ablation"] else f" {helps}"))
+        lines = [f"not certified: L = {L:.6g} >= 1 in train mode." + ("" if report["ablation"] else f" {helps}")]
         lines += [f"  {x['text']}" for x in report["advice"]]
     if q["gamma"] < 1 and q["post_affine"]:
         lines.append(
             "note: gamma < 1 is counted for the post-fusion norm too; if that has no affine part, add --no-post-affine"
         )
-    return "\n".join(lines)
+    return lines
+
+
+def _table(report: dict) -> str:
+    """The report of `bound_report` for people."""
+    q = report["parameters"]
+    first = "  ".join(f"{key} = {q[key]:g}" for key in ("a", "c", "gamma", "alpha1", "alpha2", "n", "p"))
+    first += f"  ablation = {report['ablation']}" if report["ablation"] else ""
+    return "\n".join([first, "", *_readings(report), "", *_factors(report), "", *_verdict(report)])
 
 
 def add_bound(commands) -> None:
@@ -241,5 +236,5 @@ def run_bound(args: argparse.Namespace) -> int:
     else:
         ablation = given.pop("ablation", None)
         report, table = bound_report(LipschitzSpec(**given), ablation), _table
-    print(json.dumps(_finite(report), indent=2, allow_nan=False) if args.json else table(report))
+    print(json_text(report, indent=2) if args.json else table(report))
     return 0

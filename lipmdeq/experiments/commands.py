@@ -6,10 +6,10 @@ Parsers are light, torch is imported when they run.
 from __future__ import annotations
 
 import argparse
-import json
 
 from lipmdeq.bounds.operations import check_whole
 from lipmdeq.experiments.parameters import OneSentence, RunConfig, RunError
+from lipmdeq.experiments.record import json_text, seal_file
 from lipmdeq.shell import INTERRUPTED, say
 
 LARGEST_IMAGE = 1024  # norms of larger maps would take hours
@@ -36,7 +36,7 @@ def add_train(commands) -> None:
         "train",
         help="train a model, or go on training it; all parameters as in notebooks/train.ipynb",
         description="Train a model, or go on where it was stopped. Under torchrun the batch is shared by the processes.",
-        epilog="parameters: " + ", ".join(RunConfig.__dataclass_fields__),
+        epilog="parameters: " + ", ".join(RunConfig.model_fields),
     )
     parser.add_argument("-f", "--file", metavar="config.yaml", help="parameters from a file, e.g. of configs/")
     parser.add_argument(
@@ -96,7 +96,7 @@ def run_cost(args: argparse.Namespace) -> int:
     cfg = RunConfig.from_yaml(args.file)
     found = cost(cfg, args.machine, args.utilisation, **counts)
     if args.json:
-        print(json.dumps(found.to_dict(), indent=1, allow_nan=False))
+        print(json_text(found.to_dict()))
         return 0
     print(found)
     if args.machine != "cpu":
@@ -115,8 +115,8 @@ def add_certify(commands) -> None:
 
 def run_certify(args: argparse.Namespace) -> int:
     """Print the certificate of a checkpoint."""
-    from lipmdeq.certificate import certify, jsonable
-    from lipmdeq.experiments.records import load_checkpoint, load_model
+    from lipmdeq.certificate import certify
+    from lipmdeq.experiments.checkpoints import load_checkpoint, load_model
     from lipmdeq.experiments.training import test_images
 
     size, x = args.image_size, None
@@ -129,10 +129,7 @@ def run_certify(args: argparse.Namespace) -> int:
         except OneSentence:
             x = None
     certificate = certify(model, size, x=x, progress=not args.json)
-    if args.json:
-        print(json.dumps(jsonable(certificate.to_dict()), indent=1, allow_nan=False))
-    else:
-        print(certificate)
+    print(json_text(certificate.to_dict()) if args.json else certificate)
     return 0
 
 
@@ -145,8 +142,6 @@ def add_seal(commands) -> None:
 
 def run_seal(args: argparse.Namespace) -> int:
     """Seal each file; one that has a seal is checked."""
-    from lipmdeq.experiments.records import seal_file
-
     for path in args.files:
         seal_file(path)
     print(f"{len(args.files)} sealed")
@@ -167,16 +162,15 @@ def add_depth(commands) -> None:
 
 def run_depth(args: argparse.Namespace) -> int:
     """Print the depth report of a checkpoint on the test images of its data set."""
-    from lipmdeq.certificate import jsonable
     from lipmdeq.depth import depth
-    from lipmdeq.experiments.records import load_checkpoint, load_model
+    from lipmdeq.experiments.checkpoints import load_checkpoint, load_model
     from lipmdeq.experiments.training import test_images
 
     images = check_whole("images", args.images, 1, 10**9)
     model = load_model(args.checkpoint)
     cfg = RunConfig.from_mapping(load_checkpoint(args.checkpoint)["parameters"])
     report = depth(model, *test_images(cfg.changed(data_root=args.data_root), images))
-    print(json.dumps(jsonable(report.to_dict()), indent=1, allow_nan=False) if args.json else report)
+    print(json_text(report.to_dict()) if args.json else report)
     return 0
 
 
@@ -185,16 +179,16 @@ def add_tables(commands) -> None:
     parser = commands.add_parser("tables", help="write the paper's tables and figures from the records of runs")
     parser.add_argument("--protocol", default="cpu", help="folder of configs/ and results/ (default: cpu)")
     parser.add_argument("--tables", metavar="a,b", help="only these of table1,table2,table3,figure4")
+    parser.add_argument("--only", metavar="a,b", help="only these files, e.g. table1.md,figure3.svg")
     parser.add_argument("--out", metavar="folder", help="where to write (default: results/<protocol>/tables)")
     parser.set_defaults(run=run_tables)
 
 
 def run_tables(args: argparse.Namespace) -> int:
     """Write them; the records are those of the current folder."""
-    from lipmdeq.experiments.figures import write
-    from lipmdeq.experiments.tables import TABLES
+    from lipmdeq.experiments.figures import products, write
 
-    names = args.tables.split(",") if args.tables else TABLES
-    written = write(args.protocol, out=args.out, names=names)
+    files = args.only.split(",") if args.only else products(args.tables.split(",")) if args.tables else None
+    written = write(args.protocol, out=args.out, files=files)
     print(f"{len(written)} files in {written[0].parent}")
     return 0

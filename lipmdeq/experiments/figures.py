@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 
 from lipmdeq.data.files import atomic
+from lipmdeq.experiments.record import content_sha256
 from lipmdeq.experiments.tables import TABLES, Table, load, promised
 from lipmdeq.plotting import COLOURS, LINES, MARKERS, ours, paper, save, shade_contraction, use_style
 
@@ -128,24 +130,53 @@ def figure4(table: Table, table1: Table):
     return fig
 
 
-def write(protocol: str = "cpu", root: str | Path = ".", out: str | Path | None = None, names=TABLES) -> list[Path]:
-    """Every table of ``names`` as markdown and CSV; Figures 3 and 5 with Table 1, Figure 4 with its own table."""
+# Each figure, and the tables that it shows; its file belongs to the first of them.
+FIGURES = {"figure3": (figure3, "table1"), "figure5": (figure5, "table1"), "figure4": (figure4, "figure4", "table1")}
+
+
+def products(names: Iterable[str] = TABLES) -> list[str]:
+    """The files of some tables: markdown and CSV of each, and the figures."""
+    tables = [f"{name}.{end}" for name in names for end in ("md", "csv")]
+    return tables + [f"{figure}.svg" for figure, (_, home, *_) in FIGURES.items() if home in names]
+
+
+def source(figure: str, tables: Mapping[str, Table]) -> str:
+    """One hash over all records and printed numbers that a figure shows; Figures 3 and 5 show first seeds of some rows."""
+    rows = {f"{name}/{row.name}": row for name in FIGURES[figure][1:] for row in tables[name].rows}
+    if figure == "figure4":
+        return content_sha256({k: [row.paper, *(r["sha256"] for r in row.records)] for k, row in rows.items()})
+    return content_sha256({k: [r["sha256"] for r in row.records[:1]] for k, row in rows.items() if row.name in CURVES})
+
+
+def is_drawn(figure: str, tables: Mapping[str, Table], folder: str | Path) -> bool:
+    """Whether a figure in ``folder`` was made from what the tables hold now."""
+    path = Path(folder, f"{figure}.svg")
+    return path.exists() and source(figure, tables) in path.read_text("utf8")
+
+
+def write(
+    protocol: str = "cpu", root: str | Path = ".", out: str | Path | None = None, files: Iterable[str] | None = None
+) -> list[Path]:
+    """Write some of the :func:`products`, by default all; returns their paths."""
     folder = Path(out) if out else Path(root) / "results" / protocol / "tables"
-    found, written = {name: load(name, protocol, root) for name in names}, []
+    wanted = [(name, *name.split(".")) for name in (products() if files is None else files) if _known(name)]
+    shown = [table for _, stem, end in wanted for table in (FIGURES[stem][1:] if end == "svg" else [stem])]
+    tables = {name: load(name, protocol, root) for name in dict.fromkeys(shown)}
     folder.mkdir(parents=True, exist_ok=True)  # after all names were found to be good
-    for table in found.values():
-        for name, text in table.texts().items():
-            written.append(folder / name)
-            with atomic(written[-1]) as part:
-                part.write_text(text, encoding="utf8")
     use_style()
-    drawings = {}
-    if "table1" in found:
-        drawings |= {"figure3": figure3(found["table1"]), "figure5": figure5(found["table1"])}
-    if "figure4" in found:
-        drawings["figure4"] = figure4(found["figure4"], found.get("table1") or load("table1", protocol, root))
-    for name, fig in drawings.items():
-        written.append(folder / f"{name}.svg")
-        save(fig, written[-1])
-        plt.close(fig)
-    return written
+    for name, stem, end in wanted:
+        if end == "svg":
+            draw, *names = FIGURES[stem]
+            fig = draw(*(tables[table] for table in names))
+            save(fig, folder / name, source(stem, tables))
+            plt.close(fig)
+        else:
+            with atomic(folder / name) as part:
+                part.write_text(tables[stem].texts()[name], encoding="utf8")
+    return [folder / name for name, *_ in wanted]
+
+
+def _known(name: str) -> bool:
+    if name not in products():
+        raise ValueError(f"file = {name!r}: must be one of {', '.join(products())}")
+    return True

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
+from typing import Annotated, Literal, get_args
 
-from lipmdeq.bounds.operations import check_choice, check_range, check_whole
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 PRESETS = ("digits", "cpu", "cpu32", "cpu-imagenet", "paper-cifar10", "paper-imagenet", "mdeq-tiny")
 ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S6-sum", "S7", "S7-sum")
@@ -26,6 +27,7 @@ FAMILIES = {  # what parameters are where nothing is said
     "potential": {"alpha2": 0.5, "p": 0.0, "injection": "all"},
 }
 LIPSCHITZ = ("a", "c", "gamma", "alpha1", "alpha2")  # have no meaning for the baseline MDEQ
+PAPER = ("a", "c", "gamma", "alpha1", "ablation", "model")  # have no meaning for block = "potential"
 
 
 class OneSentence(Exception):
@@ -43,236 +45,251 @@ class RunError(OneSentence, RuntimeError):
     """A run cannot start, go on or be read: the message says why and what is left."""
 
 
-Check = Callable[[str, object], object]
+# ------------------------------------------------------------------ kinds of values, and what is said about wrong ones
 
 
-def number(low: float = 0.0, high: float = float("inf"), ends: str = "()", none: bool = False) -> Check:
-    def check(name: str, value: object) -> float | None:
-        if none and value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, Real):
-            allowed = f"{ends[0]}{low:g}, {high:g}{ends[1]}"
-            raise ValueError(f"{name} = {value!r}: must be a number in {allowed}")
-        return check_range(name, value, low, high, ends)
-
-    return check
-
-
-def whole(low: int = 1, high: int | None = None, none: bool = False) -> Check:
-    def check(name: str, value: object) -> int | None:
-        if none and value is None:
-            return None
-        try:
-            return check_whole(name, value, low, high)
-        except ValueError as e:
-            raise ValueError(f"{e}{', or None' if none else ''}") from None
-
-    return check
-
-
-def choice(*allowed: str, none: bool = False) -> Check:
-    def check(name: str, value: object) -> object:
-        if not (none and value is None):
-            try:
-                check_choice(name, value, allowed)
-            except ValueError as e:
-                raise ValueError(f"{e}{', or None' if none else ''}") from None
+def _plain(value: object) -> object:
+    """Numbers of numpy and whole numbers written as 4.0 as Python's own; the rest as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value or abs(value) == float("inf"):
         return value
-
-    return check
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} = {value!r}: must be True or False")
-    return value
+    return int(value) if value == int(value) else float(value)
 
 
-def _text(name: str, value: object) -> str:
+def _path(value: object) -> str:
     if not isinstance(value, str | Path):
-        raise ValueError(f"{name} = {_short(value)}: must be text")
+        raise ValueError("must be text")
     text = str(value)
     try:
-        parts = [len(part.encode("utf-8")) for part in text.split("/")]
+        longest = max(len(part.encode("utf-8")) for part in text.split("/"))
     except UnicodeEncodeError:
-        raise ValueError(f"{name} = {text!r}: must be text in UTF-8") from None
+        raise ValueError("must be text in UTF-8") from None
     if "\0" in text:
-        raise ValueError(f"{name} = {text!r}: must be text without a NUL character")
-    if max(parts) > NAME:
-        raise ValueError(f"{name} = {_short(text)}: must be at most {NAME} bytes long between two slashes")
+        raise ValueError("must be text without a NUL character")
+    if longest > NAME:
+        raise ValueError(f"must be at most {NAME} bytes long between two slashes")
     return text
 
 
-def _short(value: object) -> str:
+def _device(value: object) -> object:
+    if not isinstance(value, str) or not re.fullmatch("auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?", value):
+        raise ValueError("must be one of auto, cpu, cuda, cuda:0, cuda:1, …")
+    return value
+
+
+def _list(value: object) -> object:
+    """A list of whole numbers, also as papermill gives it: -p trace_epochs 1,3."""
+    if isinstance(value, str):
+        parts = (x.strip() for x in value.strip("[] ").split(",") if x)
+        return [int(x) if x.isascii() and x.isdecimal() else x for x in parts]
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _epochs(value: object) -> tuple:
+    found = [_plain(x) for x in _list(value)]
+    if not all(type(x) is int and x >= 0 for x in found):
+        raise ValueError("must be a list of whole numbers from 0 to epochs")
+    return tuple(sorted(set(found)))
+
+
+def _strides(value: object) -> tuple | None:
+    found = [1, 1] if value is None else [_plain(x) for x in _list(value)]
+    if len(found) != 2 or not all(type(x) is int and x in (1, 2) for x in found):
+        raise ValueError("must be two numbers, each 1 or 2, or None")
+    return None if value is None else tuple(found)
+
+
+Number = Annotated[float, BeforeValidator(_plain)]
+Whole = Annotated[int, BeforeValidator(_plain)]
+Text = Annotated[str, BeforeValidator(_path)]
+Device = Annotated[str, BeforeValidator(_device)]
+Epochs = Annotated[tuple[int, ...], BeforeValidator(_epochs)]
+Strides = Annotated[tuple[int, int] | None, BeforeValidator(_strides)]
+
+
+def short(value: object) -> str:
     """A value as it is written in Python, shortened where it would fill the screen."""
     if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print the largest
         return f"a whole number of {value.bit_length()} bits"
-    text = repr(value)
+    text = str(value) if isinstance(value, Real) else repr(value)
     return text if len(text) <= 200 else f"{text[:100]}… ({len(text)} characters)"
 
 
 def _bounded(name: str, value: object) -> None:
-    """Refuse what no parameter can be, before a check would print all of it."""
+    """Refuse what no parameter can be, before anybody looks at all of it."""
     if isinstance(value, str | Path) and len(str(value)) > TEXT:
-        raise ValueError(f"{name} = {_short(str(value))}: must be at most {TEXT} characters long")
+        raise ParameterError(f"{name} = {short(str(value))}: must be at most {TEXT} characters long")
     if isinstance(value, int) and value.bit_length() > 1000:
-        raise ValueError(f"{name} = {_short(value)}: is too large for any parameter")
+        raise ParameterError(f"{name} = {short(value)}: is too large for any parameter")
     if isinstance(value, list | tuple | set | dict) and len(value) > TEXT:
-        raise ValueError(f"{name} = {type(value).__name__} of {len(value)} entries: must be at most {TEXT} long")
+        raise ParameterError(f"{name} = {type(value).__name__} of {len(value)} entries: must be at most {TEXT} long")
 
 
-def _device(name: str, value: object) -> str:
-    plain = isinstance(value, str) and value in ("auto", "cpu", "cuda")
-    if not plain and not (isinstance(value, str) and re.fullmatch("cuda:(0|[1-9][0-9]{0,2})", value)):
-        raise ValueError(f"{name} = {value!r}: must be one of auto, cpu, cuda, cuda:0, cuda:1, …")
-    return value
+def _kind(annotation: object) -> object:
+    """The type of a field, or the list of names to choose from, without "or None"."""
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    return annotation if not parts else parts if isinstance(parts[0], str) else _kind(parts[0])
 
 
-def _epochs(name: str, value: object) -> tuple[int, ...]:
-    items = value if isinstance(value, list | tuple) else [value]
-    try:
-        if isinstance(value, str):  # papermill -p trace_epochs 1,3
-            items = [int(v) for v in value.strip("[] ").split(",") if v]
-        return tuple(sorted({check_whole(name, v, 0) for v in items}))
-    except ValueError:
-        raise ValueError(f"{name} = {value!r}: must be a list of whole numbers from 0 to epochs") from None
+def _allowed(field: FieldInfo, number: bool) -> str:
+    """What a field may be, in words, from its declaration: "must be in (0, 1]"; ``number``: the value is one."""
+    kind, ends = _kind(field.annotation), {}
+    for limit in field.metadata:
+        ends |= {name: getattr(limit, name) for name in ("gt", "ge", "lt", "le") if hasattr(limit, name)}
+    if kind is float:
+        low, high = ends.get("gt", ends.get("ge")), ends.get("lt", ends.get("le", float("inf")))
+        interval = f"{'(['['ge' in ends]}{low:g}, {high:g}{')]'['le' in ends]}"
+        return f"must be {'' if number else 'a number '}in {interval}"
+    if kind is int:
+        text = f"must be a whole number >= {ends['ge']}" + (f" and <= {ends['le']}" if "le" in ends else "")
+    else:
+        text = "must be True or False" if kind is bool else f"must be one of {', '.join(kind)}"
+    return text + (", or None" if type(None) in get_args(field.annotation) else "")
 
 
-def _strides(name: str, value: object) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    items = value
-    try:
-        if isinstance(value, str):  # papermill -p stem_strides 1,2
-            items = [int(v) for v in value.strip("[] ").split(",")]
-        if not isinstance(items, list | tuple) or len(items) != 2:
-            raise ValueError
-        return tuple(check_whole(name, v, 1, 2) for v in items)
-    except ValueError:
-        raise ValueError(f"{name} = {_short(value)}: must be two numbers, each 1 or 2, or None") from None
+def _unknown(name: object, value: object) -> str:
+    near = difflib.get_close_matches(str(name), RunConfig.model_fields, 1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    shown = short(name)[1:-1] if isinstance(name, str) else name
+    return f"{shown} = {short(value)}: not a parameter{hint}; must be one of {', '.join(RunConfig.model_fields)}"
 
 
-def _par(default: object, check: Check, text: str) -> object:
-    return field(default=default, metadata={"check": check, "help": text})
+def _sentence(error: ValidationError, values: Mapping[str, object]) -> str:
+    """The first thing that is wrong with some values, as "field = value: must be …"."""
+    first = error.errors(include_url=False)[0]
+    why = str(first["ctx"]["error"]) if first["type"] == "value_error" else ""
+    if not first["loc"]:
+        return why  # of several parameters together, a sentence already
+    name = first["loc"][0]
+    if name not in RunConfig.model_fields:
+        return _unknown(name, values[name])
+    number = first["type"] != "float_type"
+    return f"{name} = {short(values[name])}: {why or _allowed(RunConfig.model_fields[name], number)}"
 
 
-@dataclass(frozen=True)
-class RunConfig:
+# ------------------------------------------------------------------ the parameters
+
+
+class RunConfig(BaseModel):
     """Everything that decides what a run computes; bad values raise :class:`ParameterError`.
 
-    The comments of the parameters cell in ``notebooks/train.ipynb`` are the help texts below.
+    Each field declares its type, default, range and help text, once; the comments of the parameters cell in
+    ``notebooks/train.ipynb`` are the help texts.
     """
 
-    # what is trained
-    model: str = _par("lipschitz", choice("lipschitz", "mdeq"), "lipschitz or mdeq (the baseline)")
-    preset: str = _par("digits", choice(*PRESETS), f"sizes: {', '.join(PRESETS)}")
-    ablation: str | None = _par(None, choice(*ABLATIONS, none=True), "undo one modification: S1, …, S7 (Table 2)")
-    block: str | None = _par(
-        None,
-        choice("paper", "potential", none=True),
-        "paper or potential (the certified family); None: paper if a is given",
-    )
-    tau: float = _par(0.9, number(0, 1), "Lipschitz constant of f with the block potential, in (0, 1)")
-    a: float | None = _par(None, number(0, 1, "(]", none=True), "slope of SReLU, in (0, 1]: the paper's block")
-    c: float = _par(2.0, number(0, 1e6, "(]"), "bound on the norm of every convolution of f, > 0")
-    gamma: float = _par(1.0, number(0, 1e6, "(]"), "bound on |γ| of the norms of f, > 0")
-    alpha1: float = _par(0.5, number(0, 1), "convex mix in the residual block, in (0, 1)")
-    alpha2: float | None = _par(None, number(0, 1, none=True), "convex mix in the fusion, in (0, 1)")
-    n: int | None = _par(None, whole(1, 64, none=True), "number of resolutions; None: those of the preset")
-    p: float | None = _par(None, number(0, 1, "[)", none=True), "dropout rate, in [0, 1)")
-    expansion: int | None = _par(None, whole(none=True, high=64), "hidden channels over channels in a residual layer")
-    injection: str | None = _par(
-        None, choice("first", "all", none=True), "branches that the image enters: first (the paper) or all"
-    )
-    stem_strides: tuple[int, int] | None = _par(
-        None, _strides, "strides of the stem's two convolutions; None: the preset's"
-    )
-    stem_channels: int | None = _par(None, whole(none=True, high=4096), "channels of the stem")
-    # how the equilibrium and its gradient are found
-    method: str = _par(
-        "implicit", choice("implicit", "jfb", "phantom", "unrolled"), "gradient: implicit, jfb, phantom or unrolled"
-    )
-    steps: int = _par(3, whole(high=1000), "applications of f in an explicit network, method unrolled")
-    jacobian_weight: float = _par(0.0, number(0, ends="[)"), "weight of Jacobian regularisation, 0: off")
-    solver: str = _par("anderson", choice("anderson", "picard", "broyden"), "anderson, picard or broyden, both ways")
-    tol: float = _par(1e-3, number(), "relative residual at which a solve stops, > 0")
-    max_forward: int = _par(18, whole(1, 10_000), "largest number of evaluations of f in a forward solve")
-    max_backward: int = _par(20, whole(1, 10_000), "largest number of evaluations in a backward solve")
-    phantom_steps: int = _par(5, whole(1, 1000), "steps of the phantom gradient")
-    phantom_damping: float = _par(0.5, number(0, 1, "(]"), "damping of the phantom gradient, in (0, 1]")
-    train_stem: bool = _par(True, _flag, "False: the stem keeps its random weights")
-    # data
-    data: str = _par("digits", _text, "digits, cifar10, tiny-imagenet-25, imagenet or a folder of data_root")
-    data_root: str = _par("data", _text, "folder of the data sets")
-    train_images: int | None = _par(None, whole(1, 10**9, none=True), "number of training images; None: all")
-    val_images: int = _par(0, whole(0, 10**9), "number of training images set aside for validation")
-    test_images: int | None = _par(None, whole(1, 10**9, none=True), "number of test images; None: all")
-    resolution: int | None = _par(None, whole(1, 4096, none=True), "image size; None: that of the data set")
-    eval_split: str = _par("test", choice("test", "val"), "what is evaluated: test or val")
-    eval_every: int = _par(1, whole(1, 10**6), "epochs between evaluations; the last epoch always has one")
-    # optimisation
-    epochs: int = _par(4, whole(1, 10**6), "passes over the training images")
-    batch: int = _par(32, whole(2, 10**6), "images per step, over all processes")
-    lr: float = _par(4e-3, number(), "largest learning rate of Adam; cosine to 1e-6")
-    warmup: float = _par(0.0, number(0, 1, "[)"), "share of the steps in which the rate rises to lr")
-    label_smoothing: float = _par(0.0, number(0, 1, "[)"), "share of the target spread over all classes")
-    prove_every: int = _par(50, whole(1, 10**9), "steps between proofs that all norms are at most c; 1: each step")
-    seed: int = _par(0, whole(0, 2**32 - 1), "decides everything random; same seed, same numbers")
-    # the machine
-    device: str = _par("auto", _device, "auto (a GPU if there is one), cpu, cuda or cuda:<number>")
-    threads: int = _par(1, whole(1, 1024), "threads of one process on the CPU")
-    precision: str = _par("float32", choice("float32", "tf32", "bfloat16"), "float32, tf32 or bfloat16")
-    compile: bool = _par(False, _flag, "True: compile f with torch.compile")
-    # what is kept
-    out: str = _par("", _text, "folder of the run; empty: nothing is kept")
-    checkpoint_every: int = _par(100, whole(1, 10**9), "steps between checkpoints")
-    trace_epochs: tuple[int, ...] = _par((), _epochs, "epochs after which residual traces are recorded")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    def __post_init__(self) -> None:
+    # what is trained
+    model: Literal["lipschitz", "mdeq"] = Field("lipschitz", description="lipschitz or mdeq (the baseline)")
+    preset: Literal[PRESETS] = Field("digits", description=f"sizes: {', '.join(PRESETS)}")
+    ablation: Literal[ABLATIONS] | None = Field(None, description="undo one modification: S1, …, S7 (Table 2)")
+    block: Literal["paper", "potential"] | None = Field(
+        None, description="paper or potential (the certified family); None: paper if a is given"
+    )
+    tau: Number = Field(0.9, gt=0, lt=1, description="Lipschitz constant of f with the block potential, in (0, 1)")
+    a: Number | None = Field(None, gt=0, le=1, description="slope of SReLU, in (0, 1]: the paper's block")
+    c: Number = Field(2.0, gt=0, le=1e6, description="bound on the norm of every convolution of f, > 0")
+    gamma: Number = Field(1.0, gt=0, le=1e6, description="bound on |γ| of the norms of f, > 0")
+    alpha1: Number = Field(0.5, gt=0, lt=1, description="convex mix in the residual block, in (0, 1)")
+    alpha2: Number | None = Field(None, gt=0, lt=1, description="convex mix in the fusion, in (0, 1)")
+    n: Whole | None = Field(None, ge=1, le=64, description="number of resolutions; None: those of the preset")
+    p: Number | None = Field(None, ge=0, lt=1, description="dropout rate, in [0, 1)")
+    expansion: Whole | None = Field(None, ge=1, le=64, description="hidden channels over channels in a residual layer")
+    injection: Literal["first", "all"] | None = Field(
+        None, description="branches that the image enters: first (the paper) or all"
+    )
+    stem_strides: Strides = Field(None, description="strides of the stem's two convolutions; None: the preset's")
+    stem_channels: Whole | None = Field(None, ge=1, le=4096, description="channels of the stem")
+    # how the equilibrium and its gradient are found
+    method: Literal["implicit", "jfb", "phantom", "unrolled"] = Field(
+        "implicit", description="gradient: implicit, jfb, phantom or unrolled"
+    )
+    steps: Whole = Field(3, ge=1, le=1000, description="applications of f in an explicit network, method unrolled")
+    jacobian_weight: Number = Field(0.0, ge=0, description="weight of Jacobian regularisation, 0: off")
+    solver: Literal["anderson", "picard", "broyden"] = Field(
+        "anderson", description="anderson, picard or broyden, both ways"
+    )
+    tol: Number = Field(1e-3, gt=0, description="relative residual at which a solve stops, > 0")
+    max_forward: Whole = Field(18, ge=1, le=10_000, description="largest number of evaluations of f in a forward solve")
+    max_backward: Whole = Field(20, ge=1, le=10_000, description="largest number of evaluations in a backward solve")
+    phantom_steps: Whole = Field(5, ge=1, le=1000, description="steps of the phantom gradient")
+    phantom_damping: Number = Field(0.5, gt=0, le=1, description="damping of the phantom gradient, in (0, 1]")
+    train_stem: bool = Field(True, description="False: the stem keeps its random weights")
+    # data
+    data: Text = Field("digits", description="digits, cifar10, tiny-imagenet-25, imagenet or a folder of data_root")
+    data_root: Text = Field("data", description="folder of the data sets")
+    train_images: Whole | None = Field(None, ge=1, le=10**9, description="number of training images; None: all")
+    val_images: Whole = Field(0, ge=0, le=10**9, description="number of training images set aside for validation")
+    test_images: Whole | None = Field(None, ge=1, le=10**9, description="number of test images; None: all")
+    resolution: Whole | None = Field(None, ge=1, le=4096, description="image size; None: that of the data set")
+    eval_split: Literal["test", "val"] = Field("test", description="what is evaluated: test or val")
+    eval_every: Whole = Field(
+        1, ge=1, le=10**6, description="epochs between evaluations; the last epoch always has one"
+    )
+    # optimisation
+    epochs: Whole = Field(4, ge=1, le=10**6, description="passes over the training images")
+    batch: Whole = Field(32, ge=2, le=10**6, description="images per step, over all processes")
+    lr: Number = Field(4e-3, gt=0, description="largest learning rate of Adam; cosine to 1e-6")
+    warmup: Number = Field(0.0, ge=0, lt=1, description="share of the steps in which the rate rises to lr")
+    label_smoothing: Number = Field(0.0, ge=0, lt=1, description="share of the target spread over all classes")
+    prove_every: Whole = Field(
+        50, ge=1, le=10**9, description="steps between proofs that all norms are at most c; 1: each step"
+    )
+    seed: Whole = Field(0, ge=0, le=2**32 - 1, description="decides everything random; same seed, same numbers")
+    # the machine
+    device: Device = Field("auto", description="auto (a GPU if there is one), cpu, cuda or cuda:<number>")
+    threads: Whole = Field(1, ge=1, le=1024, description="threads of one process on the CPU")
+    precision: Literal["float32", "tf32", "bfloat16"] = Field("float32", description="float32, tf32 or bfloat16")
+    compile: bool = Field(False, description="True: compile f with torch.compile")
+    # what is kept
+    out: Text = Field("", description="folder of the run; empty: nothing is kept")
+    checkpoint_every: Whole = Field(100, ge=1, le=10**9, description="steps between checkpoints")
+    trace_epochs: Epochs = Field((), description="epochs after which residual traces are recorded")
+
+    def __init__(self, **values: object):
+        for name, value in values.items():
+            _bounded(name, value)
         try:
-            for f in fields(self):
-                _bounded(f.name, getattr(self, f.name))
-                object.__setattr__(self, f.name, f.metadata["check"](f.name, getattr(self, f.name)))
-        except ValueError as e:
-            raise ParameterError(str(e)) from None
-        self._settle()
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ParameterError(_sentence(error, values)) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle(cls, values: dict) -> dict:
+        """What None stands for, so a record leaves nothing open: the paper's block if a, an ablation or MDEQ is asked for."""
+        block = values.get("block")
+        if block is None:
+            paper = values.get("model") == "mdeq" or any(values.get(name) is not None for name in ("a", "ablation"))
+            block = "paper" if paper else "potential"
+        family = FAMILIES[block] if block in tuple(FAMILIES) else {}
+        return {**values, "block": block, **{k: v for k, v in family.items() if values.get(k) is None}}
+
+    @model_validator(mode="after")
+    def _fit_each_other(self) -> RunConfig:
+        """ValueError, a whole sentence, for parameters that contradict each other."""
+        for name in PAPER if self.block == "potential" else ():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} = {value!r}: belongs to block = 'paper'; must be left out for block = 'potential'"
+                )
         if self.ablation is not None and self.model == "mdeq":
-            raise ParameterError(f"ablation = {self.ablation!r}: must be None for model = 'mdeq'")
+            raise ValueError(f"ablation = {self.ablation!r}: must be None for model = 'mdeq'")
         if self.compile and self.jacobian_weight:
-            raise ParameterError("compile = True: must be False with jacobian_weight > 0 (second derivatives)")
+            raise ValueError("compile = True: must be False with jacobian_weight > 0 (second derivatives)")
         if self.eval_split == "val" and not self.val_images:
-            raise ParameterError("val_images = 0: must be >= 1 for eval_split = 'val'")
-        if any(e > self.epochs for e in self.trace_epochs):
-            raise ParameterError(
+            raise ValueError("val_images = 0: must be >= 1 for eval_split = 'val'")
+        if any(epoch > self.epochs for epoch in self.trace_epochs):
+            raise ValueError(
                 f"trace_epochs = {list(self.trace_epochs)}: must be whole numbers from 0 to epochs = {self.epochs}"
             )
-
-    def _settle(self) -> None:
-        """What None stands for, so a record leaves nothing open: the paper's block if a, an ablation or MDEQ is asked for."""
-        paper = self.model == "mdeq" or self.a is not None or self.ablation is not None
-        block = self.block or ("paper" if paper else "potential")
-        if block == "potential" and paper:
-            what = next(n for n in ("a", "ablation", "model") if getattr(self, n) not in (None, "lipschitz"))
-            raise ParameterError(
-                f"{what} = {getattr(self, what)!r}: belongs to block = 'paper'; must be left out for block = 'potential'"
-            )
-        object.__setattr__(self, "block", block)
-        for name, value in FAMILIES[block].items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
+        return self
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> RunConfig:
         """From names and values; an unknown name raises :class:`ParameterError`."""
-        names = [f.name for f in fields(cls)]
         for name, value in values.items():
-            if name not in names:
-                near = difflib.get_close_matches(str(name), names, 1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
-                shown = _short(name)[1:-1] if isinstance(name, str) else name
-                raise ParameterError(
-                    f"{shown} = {_short(value)}: not a parameter{hint}; must be one of {', '.join(names)}"
-                )
+            if name not in cls.model_fields:
+                raise ParameterError(_unknown(name, value))
         return cls(**values)
 
     @classmethod
@@ -282,8 +299,7 @@ class RunConfig:
         papermill only warns about names that the notebook does not have, and passes them on as variables. What the cells
         before the first call assigned counts in any case: a later import may have taken the name, IPython may hide it.
         """
-        names = {f.name for f in fields(cls)}
-        plain = (str, int, float, bool, list, tuple, type(None))
+        names, plain = set(cls.model_fields), (str, int, float, bool, list, tuple, type(None))
         found = {
             k: v for k, v in namespace.items() if k in names or (k[:1] != "_" and k != "In" and isinstance(v, plain))
         }
@@ -297,21 +313,21 @@ class RunConfig:
         try:
             values = yaml.safe_load(Path(path).read_text("utf8"))
         except OSError as e:
-            raise ParameterError(f"config = {_short(str(path))}: cannot be read ({e.strerror})") from None
+            raise ParameterError(f"config = {short(str(path))}: cannot be read ({e.strerror})") from None
         except (yaml.YAMLError, ValueError, RecursionError) as e:
             why = (str(e).splitlines() or [type(e).__name__])[0]
-            raise ParameterError(f"config = {_short(str(path))}: is not YAML ({why})") from None
+            raise ParameterError(f"config = {short(str(path))}: is not YAML ({why})") from None
         if not isinstance(values, dict):
             raise ParameterError(f"config = {str(path)!r}: must be lines of the form name: value")
         return cls.from_mapping({**values, **changes})
 
     def changed(self, **changes: object) -> RunConfig:
         """The same with some parameters replaced."""
-        return replace(self, **changes)
+        return type(self)(**{**dict(self), **changes})
 
     def to_dict(self) -> dict:
         """Names and plain values, as JSON and YAML can hold them."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        return self.model_dump(mode="json")
 
     def identity(self) -> dict:
         """The parameters that decide the numbers: two runs with equal ones are the same run."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from lipmdeq.experiments import records
+from lipmdeq.experiments.checkpoints import half_sha256, weights_sha256
 from lipmdeq.experiments.parameters import RunConfig
+from lipmdeq.experiments.record import FORMAT, sealed
 from lipmdeq.experiments.step import CLOCKS
+from lipmdeq.experiments.world import machine, now, peak_memory, versions
 
 if TYPE_CHECKING:
     from lipmdeq.certificate import Certificate
@@ -54,20 +56,14 @@ def guarantee(proof: Certificate, claimed: float | None) -> str:
     return "; ".join(out)
 
 
-def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
-    """The record of a finished run. Accuracy and evaluations are those of the last epoch.
-
-    ``nfe_…`` counts evaluations in a solve, ``calls_train_forward`` also those that only attach the graph (for the phantom
-    gradient: its steps).
-    """
+def _result(run: Run) -> dict:
+    """Accuracy and evaluations of the last epoch, times of all."""
     cfg, last = run.cfg, run.history[-1]
-    model = run.model
-    found = last[cfg.eval_split]
+    found, steps = last[cfg.eval_split], run.steps * cfg.epochs
     seconds = {c: sum(h["seconds"][c] for h in run.history) for c in (*CLOCKS, "train")}
     seconds["evaluation"] = sum(h["seconds"].get("evaluation", 0.0) for h in run.history)
     seconds["run"] = run.past["seconds"] + time.perf_counter() - run.clock
-    steps = run.steps * cfg.epochs
-    result = {
+    return {
         "split": cfg.eval_split,
         **{k: found[k] for k in ("accuracy", "top5", "loss", "images")},
         "nfe_train_forward": last["train"]["nfe_forward"],
@@ -76,20 +72,24 @@ def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
         "nfe_test_forward": found["nfe_forward"],
         "milliseconds_per_step": {c: 1000 * seconds[c] / steps for c in (*CLOCKS, "train")},
         "seconds": seconds,
-        "memory": records.peak_memory(run.world.device),
+        "memory": peak_memory(run.world.device),
     }
+
+
+def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
+    """The sealed record of a finished run, as :class:`lipmdeq.experiments.Record` describes it."""
+    cfg, model, data, result = run.cfg, run.model, run.data, _result(run)
     weights = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    data = run.data
     record = {
-        "format": records.FORMAT,
+        "format": FORMAT,
         "scale": scale_text(cfg, data, weights, run.world),
         "command": cfg.command(),
         "seed": cfg.seed,
         "parameters": cfg.to_dict(),
         "model": {"config": model.cfg.to_dict(), "parameters": weights, "trained": trained},
         "data": {
-            "name": data.name, "train": len(data.train), "evaluated": found["images"], "classes": len(data.classes),
+            "name": data.name, "train": len(data.train), "evaluated": result["images"], "classes": len(data.classes),
             "size": data.size, "sha256": data.sha256,
         },
         "result": result,
@@ -98,15 +98,15 @@ def make_record(run: Run, proof: Certificate, depth: Depth) -> dict:
         "traces": run.traces,
         "certificate": proof.to_dict(),
         "depth": depth.to_dict(),
-        "weights_sha256": records.weights_sha256(model),
-        "half_sha256": records.half_sha256(model),
+        "weights_sha256": weights_sha256(model),
+        "half_sha256": half_sha256(model),
         "code": {"commit": run.past["commits"][-1], "commits": run.past["commits"]},
-        "versions": records.versions(),
-        "machine": {**records.machine(run.world.device), "processes": run.world.size, "threads": cfg.threads},
+        "versions": versions(),
+        "machine": {**machine(run.world.device), "processes": run.world.size, "threads": cfg.threads},
         "started": run.past["started"],
-        "finished": records.now(),
+        "finished": now(),
     }  # fmt: skip
-    return records.sealed(record)
+    return sealed(record)
 
 
 class Summary:

@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import ConfigDict, ValidationError, WrapValidator
 
 from lipmdeq.experiments.parameters import RunConfig, RunError
-from lipmdeq.experiments.seal import read_record, read_sealed
+from lipmdeq.experiments.record import Part, read_record, read_sealed, wrong
 
 TABLES = ("table1", "table2", "table3", "figure4")
 # Rows that stand in two tables are run once.
@@ -64,7 +67,7 @@ def _number(record: dict, key: str) -> float | None:
         value = record["certificate"][mode][reading]
         return math.inf if value is None else value
     value = record["result"][key]
-    return 100 * value if isinstance(value, int | float) and key in ("accuracy", "top5") else value
+    return 100 * value if value is not None and key in ("accuracy", "top5") else value
 
 
 @dataclass
@@ -107,7 +110,7 @@ SCALE = {
     "images": lambda r: r["data"]["train"],
     "data": lambda r: r["data"]["name"],
     "size": lambda r: r["data"]["size"],
-    "epochs": lambda r: r["parameters"]["epochs"],
+    "epochs": lambda r: r["history"][-1]["epoch"],
     "weights": lambda r: f"{r['model']['parameters'] / 1e6:.2f}",
     "threads": lambda r: r["machine"]["threads"],
     "seeds": lambda r: r["seed"],
@@ -134,17 +137,9 @@ def _seed(path: Path) -> int:
     return int(path.stem[4:])
 
 
-def _read(path: Path, config: RunConfig) -> dict:
+def read_run(path: Path, config: RunConfig) -> dict:
     """A record that is whole and was made with this configuration; else one sentence that names the file."""
     record = read_record(path)
-    try:
-        for key in (*PROVED, *list(HEADS)[:5]):
-            if not isinstance(value := _number(record, key), int | float | None):
-                raise RunError(f"{path}: {key} = {value!r}: must be a number or null")
-        for get in SCALE.values():
-            get(record)
-    except (KeyError, TypeError) as e:
-        raise RunError(f"{path} is not a record of a finished run ({e} is missing)") from None
     if record["seed"] != config.seed:
         raise RunError(f"{path} is the record of seed {record['seed']!r}: rename it or delete it")
     made = RunConfig.from_mapping(record["parameters"]).identity()
@@ -152,7 +147,7 @@ def _read(path: Path, config: RunConfig) -> dict:
         if made[name] != value:
             raise RunError(
                 f"{path} was made with {name} = {made[name]!r}, but its configuration says {value!r}: "
-                "delete it and run it again"
+                "delete it, and the folder of the run under runs/, to run it again"
             )
     return record
 
@@ -169,32 +164,44 @@ def _times(path: Path) -> dict:
     return found
 
 
+AsPrinted = Annotated[float, WrapValidator(lambda value, check: (check(value), value)[1])]  # 20 stays 20, not 20.0
+
+
+class PrintedRow(Part):
+    """A row of results/paper.yaml: its name, and the numbers that the paper prints."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    __pydantic_extra__: dict[str, AsPrinted]
+
+    name: str
+
+
+class Printed(Part):
+    """A table of results/paper.yaml."""
+
+    title: str
+    setting: str  # at which the paper's numbers were computed
+    rows: dict[str, PrintedRow]
+
+
 def read_paper(path: Path, table: str) -> dict:
-    """One table of results/paper.yaml: title, setting and the rows' names and numbers; else one sentence that names the file."""
+    """One table of results/paper.yaml; else one sentence that names the file."""
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text("utf8"))[table]
-        texts = [found["title"], found["setting"], *(row["name"] for row in found["rows"].values())]
-        numbers = [v for row in found["rows"].values() for k, v in row.items() if k != "name"]
+        found = yaml.safe_load(path.read_text("utf8"))
+        return Printed.model_validate(found[table] if isinstance(found, dict) and table in found else None).model_dump()
     except OSError as e:
         raise RunError(f"{path} cannot be read ({e.strerror})") from None
+    except ValidationError as e:
+        raise RunError(f"{path} does not hold title, setting and rows of {table} ({wrong(e, table)})") from None
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         why = " ".join(str(e).split()) or type(e).__name__
         raise RunError(f"{path} is not YAML ({why})") from None
-    except (KeyError, TypeError, AttributeError, IndexError) as e:
-        raise RunError(f"{path} does not hold title, setting and rows of {table} ({type(e).__name__}: {e})") from None
-    for value in texts:
-        if not isinstance(value, str):
-            raise RunError(f"{path}: {table}: {value!r} must be text")
-    for value in numbers:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise RunError(f"{path}: {table}: {value!r} must be a number")
-    return found
 
 
 def read_rows(table: str, protocol: str, root: Path, printed: dict[str, dict]) -> list[Row]:
-    """The rows that the paper prints (name -> its numbers), with our records; those of shared rows from either place."""
+    """The rows that the paper prints with our records; those of shared rows from either place."""
     times = root / "results" / "bench" / "trained.json"
     bench = _times(times) if protocol == "cpu" and times.is_file() else {}
     rows = []
@@ -206,7 +213,7 @@ def read_rows(table: str, protocol: str, root: Path, printed: dict[str, dict]) -
             continue
         homes = (root / "results" / protocol / home for home in (shared, where))
         paths = {_seed(p): p for home in homes for p in home.glob("seed*.json")}
-        records = [_read(p, RunConfig.from_yaml(path, seed=seed)) for seed, p in sorted(paths.items())]
+        records = [read_run(p, RunConfig.from_yaml(path, seed=seed)) for seed, p in sorted(paths.items())]
         home, _, row = shared.partition("/")
         own = bench.get("rows" if home == "table1" else home, {})
         rows.append(Row(name, numbers["name"], RunConfig.from_yaml(path), records, numbers, own.get(row, {})))

@@ -236,5 +236,4 @@ def load(table: str, protocol: str = "cpu", root: str | Path = ".") -> Table:
     if not re.fullmatch("[A-Za-z0-9_-]+", str(protocol)) or not (root / "configs" / protocol / table).is_dir():
         raise ValueError(f"protocol = {protocol!r}: must be a folder of configs/ in {str(root)!r}")
     paper = read_paper(root / "results" / "paper.yaml", table)
-    rows = read_rows(table, protocol, root, paper["rows"])
-    return Table(table, protocol, paper["title"], paper["setting"], rows)
+    return Table(table, protocol, paper["title"], paper["setting"], read_rows(table, protocol, root, paper["rows"]))

@@ -22,8 +22,9 @@ from torch import nn
 from lipmdeq.certificate import certify
 from lipmdeq.data import DataError, Dataset, load
 from lipmdeq.depth import PROBED, depth
-from lipmdeq.experiments import records
+from lipmdeq.experiments import checkpoints
 from lipmdeq.experiments.parameters import ParameterError, RunConfig, RunError
+from lipmdeq.experiments.record import FORMAT, RECORD, read_record, same_run, write_json
 from lipmdeq.experiments.report import epoch_line, make_record
 from lipmdeq.experiments.step import (
     INIT,
@@ -39,8 +40,8 @@ from lipmdeq.experiments.step import (
     residual_traces,
     stream,
 )
-from lipmdeq.experiments.world import World, progress_bar
-from lipmdeq.model import configure
+from lipmdeq.experiments.world import World, git_commit, now, progress_bar
+from lipmdeq.model import build
 from lipmdeq.model.layers import Conv
 from lipmdeq.solvers import SolverWarning
 from lipmdeq.solvers.gradients import Implicit
@@ -78,11 +79,11 @@ def train(cfg: RunConfig, log: Log | None = print) -> dict:
 
 
 def _train_in(out: Path, cfg: RunConfig, world: World, log: Log | None) -> dict:
-    with records.locked(out, world.writes):
+    with checkpoints.locked(out, world.writes):
         world.wait()
-        if (out / records.RECORD).exists():
-            record = records.read_record(out / records.RECORD)
-            records.same_run(cfg, record["parameters"], out)
+        if (out / RECORD).exists():
+            record = read_record(out / RECORD)
+            same_run(cfg, record["parameters"], out)
             return record
         return Run(cfg, out, world, log).finish()
 
@@ -93,14 +94,8 @@ def open_data(cfg: RunConfig, device: torch.device) -> Dataset:
     if not root.exists() and not root.is_absolute() and (Path("..") / root).exists():
         root = Path("..") / root  # a notebook runs in notebooks/
     try:
-        data = load(
-            cfg.data,
-            root,
-            train_images=cfg.train_images,
-            val_images=cfg.val_images,
-            test_images=cfg.test_images,
-            resolution=cfg.resolution,
-        )
+        chosen = {name: getattr(cfg, name) for name in ("train_images", "val_images", "test_images", "resolution")}
+        data = load(cfg.data, root, **chosen)
     except DataError as e:
         raise RunError(str(e)) from None
     except ValueError as e:
@@ -123,8 +118,8 @@ def new_model(cfg: RunConfig, data: Dataset) -> nn.Module:
     torch.manual_seed(stream(INIT, cfg.seed))
     changes = dict(image_size=data.size, in_channels=data.in_channels, classes=len(data.classes))
     try:
-        shape = configure(cfg.preset, cfg.model, cfg.ablation, **changes, **cfg.model_changes())
-        model = records.build_model(shape.to_dict(), make_solver(cfg, cfg.max_forward), make_adjoint(cfg))
+        how = dict(solver=make_solver(cfg, cfg.max_forward), adjoint=make_adjoint(cfg))
+        model = build(cfg.preset, cfg.model, cfg.ablation, **how, **changes, **cfg.model_changes())
     except ValueError as e:
         raise ParameterError(str(e)) from None
     model.stem.requires_grad_(cfg.train_stem)
@@ -146,7 +141,7 @@ class Run:
         self.epoch, self.step, self.sums = 0, 0, Sums()
         self.history: list[dict] = []
         self.traces: list[dict] = []
-        self.past = {"started": records.now(), "commits": [records.git_commit()], "seconds": 0.0}
+        self.past = {"started": now(), "commits": [git_commit()], "seconds": 0.0}
         self.clock = time.perf_counter()
         self._resume()
 
@@ -154,19 +149,19 @@ class Run:
 
     @property
     def file(self) -> Path:
-        return self.out / records.CHECKPOINT
+        return self.out / checkpoints.CHECKPOINT
 
     def _resume(self) -> None:
         if not self.file.exists():
             self._trace(0)
             return
-        state = records.load_checkpoint(self.file)
-        records.same_run(self.cfg, state["parameters"], self.out)
+        state = checkpoints.load_checkpoint(self.file)
+        same_run(self.cfg, state["parameters"], self.out)
         try:
             self._restore(state)
-        except records.UNFIT as e:
-            raise records.unfit(self.file, e) from None
-        commit = records.git_commit()
+        except checkpoints.UNFIT as e:
+            raise checkpoints.unfit(self.file, e) from None
+        commit = git_commit()
         if commit not in self.past["commits"]:
             self.past["commits"].append(commit)
         if self.epoch < self.cfg.epochs:
@@ -174,7 +169,7 @@ class Run:
 
     def _restore(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
-        self.adam.load_state_dict(state["optimizer"])
+        self._restore_adam(state["optimizer"])
         self._forget()
         self.epoch, self.step = state["epoch"], state["step"]
         # The sums are those of all processes: one of them goes on with them.
@@ -189,6 +184,13 @@ class Run:
         if [t["epoch"] for t in self.traces] != [e for e in self.cfg.trace_epochs if e <= self.epoch]:
             raise ValueError("traces have other epochs than were asked for")
 
+    def _restore_adam(self, state: dict) -> None:
+        """Names in JSON are text; a file knows no layout of tensors, and Adam's moments must lie in memory as the weights do."""
+        self.adam.load_state_dict({**state, "state": {int(k): v for k, v in state["state"].items()}})
+        for weight, moments in self.adam.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                moments[name] = torch.empty_like(weight).copy_(moments[name])
+
     def _checkpoint(self) -> None:
         """Save, unless the weights are not finite: the last good checkpoint stays."""
         sums = self.sums.over(self.world)
@@ -200,7 +202,7 @@ class Run:
             self._stop(f"{bad[0]} has entries that are not finite")
         past = {**self.past, "seconds": self.past["seconds"] + time.perf_counter() - self.clock}
         state = dict(
-            format=records.FORMAT,
+            format=FORMAT,
             parameters=self.cfg.to_dict(),
             model_config=self.model.cfg.to_dict(),
             model=self.model.state_dict(),
@@ -212,7 +214,7 @@ class Run:
             traces=self.traces,
             past=past,
         )
-        records.save_checkpoint(self.file, state)
+        checkpoints.save_checkpoint(self.file, state)
 
     def _forget(self) -> None:
         """What constraints and solvers remember is not saved, so nobody may know it after a checkpoint."""
@@ -244,9 +246,9 @@ class Run:
             model = self._copy().eval()
             proof = certify(model, x=self._images(PROBED)[0], progress=False)
             record = make_record(self, proof, depth(model, *self._images(DEPTH_IMAGES), certificate=proof))
-            records.write_json(self.out / records.RECORD, record)
+            write_json(self.out / RECORD, record)
         self.world.wait()
-        return record or records.read_record(self.out / records.RECORD)
+        return record or read_record(self.out / RECORD)
 
     def _one_epoch(self) -> None:
         cfg, world = self.cfg, self.world
@@ -341,7 +343,7 @@ class Run:
 
     def _copy(self) -> nn.Module:
         """The model as it is, to be probed: not compiled, and free to be changed."""
-        copy = records.build_model(self.model.cfg.to_dict(), None, None).to(self.world.device)
+        copy = build(self.model.cfg).to(self.world.device)
         copy.load_state_dict(self.model.state_dict())
         return copy
 

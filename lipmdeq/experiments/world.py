@@ -1,14 +1,18 @@
-"""Where a run computes: device, threads, precision, and the processes that torchrun started; progress for people."""
+"""Where and with what a run computes: device, threads, precision, the processes that torchrun started, code and machine."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import platform
 import socket
+import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -168,3 +172,60 @@ def progress_bar(total: int, start: int, text: str) -> tqdm:
     """A bar on a terminal or in a Jupyter session; nothing in logs, tests and executed notebooks."""
     watched = sys.stderr.isatty() or "JPY_SESSION_NAME" in os.environ
     return tqdm(total=total, initial=start, desc=text, unit="step", leave=False, disable=not watched)
+
+
+# ------------------------------------------------------------------ for the record
+
+
+def now() -> str:
+    """UTC time to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def git_commit() -> str | None:
+    """Commit of the package's source tree, with "+" when tracked files of the package were changed; None outside git."""
+    here = Path(__file__).resolve().parents[1]  # the package
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=20, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "HEAD")
+    return commit and commit + ("+" if git("status", "--porcelain", "--", ".") else "")
+
+
+def versions() -> dict:
+    """Versions that may change the numbers."""
+    found = {"python": platform.python_version()}
+    for name in ("lipmdeq", "torch", "torchvision", "numpy", "scikit-learn"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def machine(device: torch.device) -> dict:
+    """Processor, cores, memory, accelerator; no host name."""
+    cpu = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), cpu)
+    except OSError:
+        pass
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu, "system": f"{platform.system()} {platform.machine()}"}
+
+
+def peak_memory(device: torch.device) -> dict:
+    """Largest memory of the process, and of the GPU, in MB."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    found = {"process_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)}
+    if device.type == "cuda":
+        found["gpu_mb"] = round(torch.cuda.max_memory_allocated(device) / 2**20)
+    return found

@@ -171,7 +171,7 @@ class MDEQ(nn.Module):
 
 
 def build(
-    preset: str = "paper-cifar10",
+    preset: str | ModelConfig = "paper-cifar10",
     model: str = "lipschitz",
     ablation: str | None = None,
     *,
@@ -179,5 +179,6 @@ def build(
     adjoint=None,
     **changes,
 ):
-    """An :class:`MDEQ` by name, in ``channels_last``; arguments as in :func:`configure`."""
-    return MDEQ(configure(preset, model, ablation, **changes), solver, adjoint).to(memory_format=torch.channels_last)
+    """An :class:`MDEQ` by name, in ``channels_last``; arguments as in :func:`configure`, or a whole configuration."""
+    shape = preset if isinstance(preset, ModelConfig) else configure(preset, model, ablation, **changes)
+    return MDEQ(shape, solver, adjoint).to(memory_format=torch.channels_last)

@@ -8,12 +8,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from lipmdeq.bounds import LipschitzSpec
+from lipmdeq.experiments.figures import FIGURES, is_drawn
 from lipmdeq.experiments.parameters import ABLATIONS, PRESETS, ParameterError, RunConfig
 from lipmdeq.experiments.tables import SHARED, load
 from lipmdeq.experiments.tables import TABLES as PRINTED
@@ -145,7 +145,7 @@ def test_names_are_those_of_the_model():
 def test_every_config_builds_its_model():
     from lipmdeq.model import configure
 
-    sizes = {"cifar10": 32, "tiny-imagenet-25": 64, "imagenet": 224}
+    sizes = {"digits": 8, "cifar10": 32, "tiny-imagenet-25": 64, "imagenet": 224}
     for path in FILES:
         cfg = RunConfig.from_yaml(path)
         shape = configure(
@@ -206,6 +206,9 @@ BAD = [
     ({"block": "potential", "a": 0.4}, "a = 0.4: belongs to block = 'paper'; must be left out for block"),
     ({"block": "potential", "ablation": "S1"}, "ablation = 'S1': belongs to block = 'paper'; must be left out"),
     ({"block": "potential", "model": "mdeq"}, "model = 'mdeq': belongs to block = 'paper'; must be left out"),
+    ({"block": "potential", "c": 0.5}, "c = 0.5: belongs to block = 'paper'; must be left out for block = 'potential'"),
+    ({"gamma": 0.5}, "gamma = 0.5: belongs to block = 'paper'; must be left out for block = 'potential'"),
+    ({"alpha1": 0.4}, "alpha1 = 0.4: belongs to block = 'paper'; must be left out for block = 'potential'"),
     ({"tau": 0}, "tau = 0: must be in (0, 1)"),
     ({"tau": 1}, "tau = 1: must be in (0, 1)"),
     ({"tau": float("nan")}, "tau = nan: must be in (0, 1)"),
@@ -314,6 +317,14 @@ def test_block_follows_from_what_is_given():
     assert RunConfig(block="potential", injection="first").injection == "first"
 
 
+def test_defaults_of_the_papers_block_are_no_contradiction():
+    """Records of the certified family name c, gamma and alpha1 too, at their defaults."""
+    cfg = RunConfig(block="potential", c=2, gamma=1.0, alpha1=0.5)
+    assert cfg == RunConfig() == RunConfig.from_mapping(cfg.to_dict())
+    for name, value in {"c": 1.0, "gamma": 0.5, "alpha1": 0.4}.items():
+        assert getattr(RunConfig(a=0.4, **{name: value}), name) == value
+
+
 def test_old_records_are_of_the_papers_block():
     """Records from before there was a choice say nothing about block and injection: they mean the paper's."""
     from lipmdeq.model import ModelConfig
@@ -418,13 +429,13 @@ def test_parameters_cell_says_what_the_package_says():
     cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
     assert cells[0]["metadata"]["tags"] == ["parameters"]
     lines = "".join(cells[0]["source"]).splitlines()
-    assert len(lines) == len(fields(RunConfig))
+    assert len(lines) == len(RunConfig.model_fields)
     space: dict = {}
     exec("\n".join(lines), space)
-    for line, f in zip(lines, fields(RunConfig), strict=True):
-        assert line.startswith(f"{f.name}: ")
-        assert line.endswith(f"  # {f.metadata['help']}")
-        assert RunConfig(**{f.name: space[f.name]}) == RunConfig()
+    for line, (name, field) in zip(lines, RunConfig.model_fields.items(), strict=True):
+        assert line.startswith(f"{name}: ")
+        assert line.endswith(f"  # {field.description}")
+        assert RunConfig(**{name: space[name]}) == RunConfig()
 
 
 @pytest.mark.parametrize(
@@ -460,9 +471,16 @@ def planned(folder: Path) -> list[str]:
     return sorted(f"{rule} {files}" if rule == "run" else rule for rule, files in found)
 
 
+def made(folder: Path) -> list[str]:
+    """The tables and figures that `snakemake -n` would make, sorted."""
+    done = graph(folder, "-n", *COMPLETE)
+    found = re.findall(r"^ *output: results/cpu/tables/(\w+)[.](?:md|svg)", done.stdout + done.stderr, re.M)
+    return sorted(found)
+
+
 @pytest.mark.slow
 def test_graph_runs_what_is_missing_and_no_more(tmp_path):
-    """In a fresh clone, where the times of files are arbitrary, nothing; without a record its run and the tables."""
+    """In a fresh clone, where the times of files are arbitrary, nothing; without a record its run and what shows it."""
     for name in ("Snakefile", "profiles", "configs", "results"):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
@@ -474,13 +492,25 @@ def test_graph_runs_what_is_missing_and_no_more(tmp_path):
     record = tmp_path / "results" / "cpu" / "table1" / "mdeq-pg" / "seed1.json"
     text = record.read_text()
     record.unlink()
-    assert planned(tmp_path) == ["all", "run configs/cpu/table1/mdeq-pg.yaml", "tables"]
+    # Figures 3 and 5 show first seeds only; Figure 4 shows the spread of Table 1
+    assert planned(tmp_path) == ["all", "figure", "run configs/cpu/table1/mdeq-pg.yaml", "table"]
+    assert made(tmp_path) == ["figure4", "table1"]
+    first = record.with_name("seed0.json")
+    first.rename(tmp_path / "kept.json")
+    assert made(tmp_path) == ["figure3", "figure4", "figure5", "table1"]
+    (tmp_path / "kept.json").rename(first)
     record.write_text(text)  # newer than the tables, as after a kill, but the tables are made from it already
     assert planned(tmp_path) == []
     table = tmp_path / "results" / "cpu" / "tables" / "table1.md"
     table.write_text(table.read_text().replace("MDEQ", "mdeq"))
     os.utime(table, (1.6e9, 1.6e9))
-    assert planned(tmp_path) == ["all", "tables"], "a table that is not what the records give"
+    assert planned(tmp_path) == ["all", "table"], "a table that is not what the records give"
+    done = graph(tmp_path, "--cores", "1", *COMPLETE)
+    assert done.returncode == 0 and planned(tmp_path) == [], done.stderr[-2000:]
+    assert table.read_bytes() == (ROOT / "results" / "cpu" / "tables" / "table1.md").read_bytes()
+    (table.parent / "figure3.svg").unlink()
+    assert planned(tmp_path) == ["all", "figure"] and made(tmp_path) == ["figure3"]
+    shutil.copy(ROOT / "results" / "cpu" / "tables" / "figure3.svg", table.parent)
     cfg = RunConfig.from_mapping(json.loads(text)["parameters"])
     config = tmp_path / "configs" / "cpu" / "table1" / "mdeq-pg.yaml"
     plain = config.read_text()
@@ -504,8 +534,11 @@ def test_graph_runs_what_is_missing_and_no_more(tmp_path):
 def test_stored_tables_are_those_of_the_records():
     """`make reproduce` trusts them as they are in a fresh clone."""
     folder = ROOT / "results" / "cpu" / "tables"
-    for name in PRINTED:
-        assert load(name, root=ROOT).is_written(folder), f"{name}: run python -m lipmdeq tables"
+    tables = {name: load(name, root=ROOT) for name in PRINTED}
+    for name, table in tables.items():
+        assert table.is_written(folder), f"{name}: run python -m lipmdeq tables"
+    for name in FIGURES:
+        assert is_drawn(name, tables, folder), f"{name}: run python -m lipmdeq tables"
     for copy, run in SHARED.items():
         for path in (ROOT / "results" / "cpu" / copy).glob("seed*.json"):
             assert path.read_bytes() == (ROOT / "results" / "cpu" / run / path.name).read_bytes(), copy

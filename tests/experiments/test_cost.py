@@ -1,9 +1,13 @@
 """The cost of a run, against the operations of a real step."""
 
 import json
+import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -14,6 +18,8 @@ from lipmdeq.experiments.parameters import ParameterError, RunConfig
 from lipmdeq.experiments.step import Batch
 from lipmdeq.experiments.training import new_model
 from lipmdeq.experiments.world import World
+
+ROOT = Path(__file__).parents[2]
 
 
 class Counter(TorchDispatchMode):
@@ -68,3 +74,21 @@ def test_shell_and_bad_input(capsys):
     assert "utilisation = 2: must be in (0, 1]" in capsys.readouterr().err
     with pytest.raises(ParameterError, match="train_images = None: must be given"):
         cost(RunConfig(data="flowers"))
+
+
+def test_hours_of_the_paper_protocol_are_those_of_its_page():
+    """configs/paper/README.md: every row of the table, from the counted multiply-adds and the paper's own evaluations."""
+    printed = yaml.safe_load((ROOT / "results" / "paper.yaml").read_text("utf8"))
+    page = (ROOT / "configs" / "paper" / "README.md").read_text("utf8")
+    rows = re.findall(r"^\| (\w+/[\w.-]+) \| (\S+) \| (\S+) \|$", page, re.M)
+    assert len(rows) > 12
+    for row, most, seen in rows:
+        cfg = RunConfig.from_yaml(ROOT / "configs" / "paper" / f"{row}.yaml")
+        assert most == f"{cost(cfg).hours:.3g}", row
+        table, name = row.split("/")
+        paper = printed.get(table, {"rows": {}})["rows"].get(name, {})
+        if forward := paper.get("nfe_train_forward"):
+            backward = math.ceil(paper["nfe_train_backward"]) if cfg.method == "implicit" else 0
+            assert seen == f"{cost(cfg, forward=math.ceil(forward), backward=backward).hours:.3g}", row
+        else:
+            assert seen == "–", row

@@ -11,7 +11,7 @@ from pretend import DEVICE, Factory, Pretend, Watch
 
 from lipmdeq.certificate import certify
 from lipmdeq.depth import depth
-from lipmdeq.experiments import records, training
+from lipmdeq.experiments import checkpoints, training
 from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.training import Run
 from lipmdeq.experiments.world import World
@@ -137,7 +137,7 @@ def test_run_is_equal_through_checkpoint_and_resume(tmp_path):
         assert_close(one["lipschitz"], other["lipschitz"], 1e-9)
         assert [one[k] for k in ("epoch", "train", "test")] == [other[k] for k in ("epoch", "train", "test")]
     # A checkpoint of the device is read where there is none.
-    state = records.load_checkpoint(tmp_path / "there" / records.CHECKPOINT)["model"]
+    state = checkpoints.load_checkpoint(tmp_path / "there" / checkpoints.CHECKPOINT)["model"]
     assert {type(v) for v in state.values()} == {torch.Tensor}
 
 

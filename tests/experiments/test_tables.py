@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from lipmdeq.__main__ import main
+from lipmdeq.experiments.checkpoints import describes, load_checkpoint
 from lipmdeq.experiments.figures import trace, write
 from lipmdeq.experiments.parameters import RunConfig, RunError
-from lipmdeq.experiments.records import describes, load_checkpoint, read_record, read_sealed, write_json
-from lipmdeq.experiments.seal import NEEDED
+from lipmdeq.experiments.record import Record, read_record, read_sealed, write_json
 from lipmdeq.experiments.tables import SHARED, TABLES, load, over_seeds, promised
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,9 +181,9 @@ def test_bad_records_are_named(root):
     content = json.loads(path.read_text())
     for change, message in (
         ({"result": {}}, r"is not a record of a finished run \(result.split is missing"),
-        ({"certificate": None}, r"is not a record of a finished run \(certificate.test is missing"),
-        ({"certificate": {**content["certificate"], "test": {}}}, r"\('perron' is missing"),
-        ({"data": []}, r"\(data.name is missing"),
+        ({"certificate": None}, r"is not a record of a finished run \(certificate must be an object"),
+        ({"certificate": {**content["certificate"], "test": {}}}, r"\(certificate.test.perron is missing"),
+        ({"data": []}, r"\(data must be an object"),
         ({"history": []}, "history must be a list"),
         ({"traces": {}}, "traces must be a list"),
         ({"parameters": 3}, "parameters must be an object"),
@@ -196,7 +197,7 @@ def test_bad_records_are_named(root):
         with pytest.raises(RunError, match=message) as error:
             load("table1", root=root)
         assert str(path) in str(error.value) and "\n" not in str(error.value)
-    for name in NEEDED:
+    for name in (name for name, field in Record.model_fields.items() if field.is_required()):
         write_json(path, {k: v for k, v in content.items() if k != name})
         with pytest.raises(RunError, match=f"seed0.json is not a record of a finished run .{name} is missing"):
             load("table1", root=root)
@@ -261,6 +262,28 @@ def test_every_record_on_disk_is_sealed_and_fits_its_weights():
         read_sealed(path, "a benchmark")
 
 
+def undeclared(part: BaseModel, value: dict, where: str = "") -> list[str]:
+    """Names of a JSON object that its declaration does not have, also inside it."""
+    found = [f"{where}{name}" for name in value if name not in type(part).model_fields]
+    for name, inner in part:
+        pairs = (
+            zip(inner, value[name], strict=True)
+            if isinstance(inner, list) and name in value
+            else [(inner, value.get(name))]
+        )
+        for a, b in pairs:
+            if isinstance(a, BaseModel) and isinstance(b, dict) and type(a).model_config.get("extra") != "allow":
+                found += undeclared(a, b, f"{where}{name}.")
+    return found
+
+
+def test_record_declares_everything_that_records_hold():
+    """ "What is in a record?" has one answer: `lipmdeq.experiments.record.Record`."""
+    for path in sorted((ROOT / "results").rglob("seed*.json")):
+        found = read_record(path)
+        assert not undeclared(Record.model_validate(found), found), path
+
+
 def test_lessons_and_tools_read_records_through_the_one_reader():
     """Whoever parses results/ without it would not see a changed digit."""
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
@@ -269,7 +292,7 @@ def test_lessons_and_tools_read_records_through_the_one_reader():
         assert not re.search(r"json\.loads?\(|^import json", source, re.M) or "results" not in source, path.name
     for path in [ROOT / "Snakefile", *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "lipmdeq").glob("*.py")]:
         text = path.read_text("utf8")
-        assert path.name in ("seal.py", "records.py") or not re.search(r"json\.loads\([^)]*read_text", text), path.name
+        assert path.name == "record.py" or not re.search(r"json\.loads\([^)]*read_text", text), path.name
 
 
 def test_broken_paper_yaml_is_one_sentence(root, monkeypatch, capsys):
@@ -278,14 +301,14 @@ def test_broken_paper_yaml_is_one_sentence(root, monkeypatch, capsys):
     whole = path.read_text("utf8")
     monkeypatch.chdir(root)
     for content, message in (
-        (whole.replace("93.23", "'93.23'", 1), "table1: '93.23' must be a number"),
-        (whole.replace("93.23", ".nan", 1), "table1: nan must be a number"),
+        (whole.replace("93.23", "'93.23'", 1), "rows.mdeq.accuracy = '93.23': must be a number"),
+        (whole.replace("93.23", ".nan", 1), "rows.mdeq.accuracy = nan: must be a number"),
         (whole.replace("table1:", "tableau1:", 1), "does not hold title, setting and rows of table1"),
-        (whole.replace("rows:", "lines:", 1), "does not hold title, setting and rows of table1 (KeyError: 'rows')"),
+        (whole.replace("rows:", "lines:", 1), "does not hold title, setting and rows of table1 (rows is missing)"),
         (whole[: len(whole) // 3] + "\n  : [", "is not YAML"),
         ("", "does not hold"),
         ("a\n", "does not hold"),
-        ("table1: {title: 1, setting: x, rows: {}}", "1 must be text"),
+        ("table1: {title: 1, setting: x, rows: {}}", "title = 1: must be text"),
         ("table1: {title: x, setting: x, rows: [1]}", "does not hold"),
         ("table1: !!python/object/apply:os.getcwd []", "is not YAML"),
         ("[" * 5000, "is not YAML"),
@@ -351,6 +374,12 @@ def test_files_of_any_subset(root, monkeypatch, capsys):
     assert "2 files in elsewhere" in capsys.readouterr().out
     assert main(["tables", "--tables", "nonsense"]) == 1
     assert "must be one of table1" in capsys.readouterr().err
+    assert main(["tables", "--only", "figure3.svg,table1.csv", "--out", "some"]) == 0
+    assert {p.name: p.read_bytes() for p in Path("some").iterdir()} == {
+        k: first[k] for k in ("figure3.svg", "table1.csv")
+    }
+    assert main(["tables", "--only", "figure9.svg", "--out", "none"]) == 1 and not Path("none").exists()
+    assert "file = 'figure9.svg': must be one of table1.md" in capsys.readouterr().err
 
 
 def test_html_escapes_and_marks_the_paper(root):

@@ -73,7 +73,7 @@ def test_bad_parameters_end_with_one_sentence(calls, name):
 def test_help_lists_every_parameter():
     command = [sys.executable, "-m", "papermill", "--help-notebook", str(NOTEBOOK)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    for name in RunConfig.__dataclass_fields__:
+    for name in RunConfig.model_fields:
         assert f"\n  {name}:" in said, name
     assert "tau: float (default 0.9)" in said and "slope of SReLU, in (0, 1]" in said
 

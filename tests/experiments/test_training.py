@@ -2,6 +2,8 @@
 
 import fcntl
 import functools
+import hashlib
+import io
 import json
 import math
 import os
@@ -13,19 +15,22 @@ import socket
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 
 from lipmdeq.__main__ import main
-from lipmdeq.certificate import certify
+from lipmdeq.certificate import certify, jsonable
 from lipmdeq.data import files
 from lipmdeq.depth import depth
-from lipmdeq.experiments import records, training
+from lipmdeq.experiments import checkpoints, training
 from lipmdeq.experiments import step as one_batch
 from lipmdeq.experiments.parameters import ParameterError, RunConfig, RunError
+from lipmdeq.experiments.record import RECORD, Record, certificate_of, matches_config, read_record, write_json
 from lipmdeq.experiments.report import Summary, curves, make_record
 from lipmdeq.experiments.step import Sums, jacobian_weight, learning_rate, stream
 from lipmdeq.experiments.training import Run, train
@@ -83,11 +88,11 @@ def numbers(value):
 def undisturbed(tmp_path_factory) -> SimpleNamespace:
     out = tmp_path_factory.mktemp("undisturbed")
     record = train(tiny(out=str(out), trace_epochs=[0, 2]), log=None)
-    return SimpleNamespace(out=out, returned=record, record=json.loads((out / records.RECORD).read_text()))
+    return SimpleNamespace(out=out, returned=record, record=json.loads((out / RECORD).read_text()))
 
 
 def final_weights(out: Path) -> dict:
-    return records.load_checkpoint(out / records.CHECKPOINT)["model"]
+    return checkpoints.load_checkpoint(out / checkpoints.CHECKPOINT)["model"]
 
 
 # ---------------------------------------------------------------- the record
@@ -96,7 +101,7 @@ def final_weights(out: Path) -> dict:
 def test_record_says_what_was_run(undisturbed):
     r, cfg = undisturbed.record, tiny(out=str(undisturbed.out), trace_epochs=[0, 2])
     assert RunConfig.from_mapping(r["parameters"]) == cfg
-    assert records.matches_config(r, cfg) and not records.matches_config(r, tiny(a=0.1))
+    assert matches_config(r, cfg) and not matches_config(r, tiny(a=0.1))
     assert [h["epoch"] for h in r["history"]] == [1, 2]
     for h in r["history"]:
         assert set(h["seconds"]) == {*one_batch.CLOCKS, "train", "evaluation"}
@@ -110,16 +115,17 @@ def test_record_says_what_was_run(undisturbed):
     assert r["command"].startswith("python -m lipmdeq train -p ")
     assert "64 training images of digits at 8x8" in r["scale"]
     assert str(ROOT) not in json.dumps(numbers(r))
-    model = records.load_model(undisturbed.out / records.CHECKPOINT)
-    assert records.weights_sha256(model) == r["weights_sha256"]
-    certificate = records.certificate_of(r)
+    model = checkpoints.load_model(undisturbed.out / checkpoints.CHECKPOINT)
+    assert checkpoints.weights_sha256(model) == r["weights_sha256"]
+    certificate = certificate_of(r)
     assert certificate.matches(model)
     assert str(certificate) and certificate._repr_html_()
     for layer in certificate.layers:
         assert layer["limit"] is None or layer["norm"] <= layer["limit"] * (1 + 1e-6), layer
     for mode in ("test", "train"):
         assert f"{mode} mode: proved to be a contraction" in r["guarantee"]
-    assert json.loads(json.dumps(records.jsonable(undisturbed.returned))) == r
+    assert json.loads(json.dumps(jsonable(undisturbed.returned))) == r
+    assert set(r) == set(Record.model_fields), "Record declares what a record holds"
 
 
 def test_record_says_when_nothing_is_proved():
@@ -198,7 +204,7 @@ def test_stopped_after_any_step_ends_with_the_same_bits(after, undisturbed, tmp_
         train(cfg, log=None)
     record = train(cfg, log=None)
     assert record["weights_sha256"] == undisturbed.record["weights_sha256"]
-    assert numbers(records.read_record(tmp_path / records.RECORD)) == numbers(undisturbed.record)
+    assert numbers(read_record(tmp_path / RECORD)) == numbers(undisturbed.record)
 
 
 @pytest.mark.parametrize("after", [2, 5])
@@ -216,10 +222,10 @@ def test_certified_family_stopped_after_any_step_ends_with_the_same_bits(after, 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Run, "_one_step", one_step)
         train(cfg.changed(out=str(tmp_path)), log=None)
-    assert (tmp_path / records.CHECKPOINT).exists() == (after >= cfg.checkpoint_every)
+    assert (tmp_path / checkpoints.CHECKPOINT).exists() == (after >= cfg.checkpoint_every)
     resumed = train(cfg.changed(out=str(tmp_path)), log=None)
     assert resumed["weights_sha256"] == plain["weights_sha256"]
-    assert numbers(records.jsonable(resumed)) == numbers(records.jsonable(plain))
+    assert numbers(jsonable(resumed)) == numbers(jsonable(plain))
     assert (
         resumed["certificate"]["train"]["spectral"] <= 0.8 * (1 + 1e-9)
         and resumed["model"]["config"]["block"] == "potential"
@@ -238,7 +244,7 @@ def test_stopped_while_writing_keeps_the_old_checkpoint(tmp_path, monkeypatch, u
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(os, "replace", interrupted)
         train(cfg, log=None)
-    assert records.load_checkpoint(tmp_path / records.CHECKPOINT)["step"] == 3
+    assert checkpoints.load_checkpoint(tmp_path / checkpoints.CHECKPOINT)["step"] == 3
     assert train(cfg, log=None)["weights_sha256"] == undisturbed.record["weights_sha256"]
 
 
@@ -284,8 +290,8 @@ def test_kill_9_at_random_moments(tmp_path):
         time.sleep(moments.uniform(0, 0.2))
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, f"the run ended before it was killed, time {k}"
-    assert not (tmp_path / "killed" / records.RECORD).exists()
-    (tmp_path / "killed" / f".{records.CHECKPOINT}.1.part").touch()  # as if it was killed while writing
+    assert not (tmp_path / "killed" / RECORD).exists()
+    (tmp_path / "killed" / f".{checkpoints.CHECKPOINT}.1.part").touch()  # as if it was killed while writing
     resumed, plain = train(cfg, log=None), train(cfg.changed(out=""), log=None)
     assert resumed["weights_sha256"] == plain["weights_sha256"]
     assert numbers(resumed["history"]) == numbers(plain["history"])
@@ -293,7 +299,7 @@ def test_kill_9_at_random_moments(tmp_path):
 
 
 def stamp(cfg: RunConfig) -> int:
-    file = Path(cfg.out) / records.CHECKPOINT
+    file = Path(cfg.out) / checkpoints.CHECKPOINT
     return file.stat().st_mtime_ns if file.exists() else 0
 
 
@@ -316,7 +322,7 @@ def test_other_parameters_in_the_same_folder_are_refused(undisturbed, tmp_path):
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LOCK_WAIT", 0.3)
+    monkeypatch.setattr(checkpoints, "LOCK_WAIT", 0.3)
     with open(tmp_path / ".lock", "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(RunError, match="another process is running there"):
@@ -327,8 +333,8 @@ def test_two_runs_in_one_folder_are_refused(tmp_path, monkeypatch):
 
 
 def test_one_changed_byte_is_reported(undisturbed, tmp_path, capsys):
-    raw = (undisturbed.out / records.CHECKPOINT).read_bytes()
-    path = tmp_path / records.CHECKPOINT
+    raw = (undisturbed.out / checkpoints.CHECKPOINT).read_bytes()
+    path = tmp_path / checkpoints.CHECKPOINT
     for place in (30, 100, len(raw) // 2, len(raw) - 1):
         path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
         with pytest.raises(RunError, match="is damaged: its content does not have the sha256"):
@@ -336,37 +342,67 @@ def test_one_changed_byte_is_reported(undisturbed, tmp_path, capsys):
     for content, message in ((raw[:-1], "is damaged"), (b"", "is not a checkpoint"), (raw[5:], "is not a checkpoint")):
         path.write_bytes(content)
         with pytest.raises(RunError, match=message):
-            records.load_checkpoint(path)
+            checkpoints.load_checkpoint(path)
         assert main(["certify", str(path)]) == 1
         said = capsys.readouterr().err
         assert said.startswith("lipmdeq certify: ") and said.count("\n") == 1
 
 
-def test_pickled_code_is_not_executed(tmp_path):
+def with_checksum(path: Path, content: bytes, magic: str = checkpoints.OLD) -> Path:
+    """A checkpoint of any content with the right first line."""
+    path.write_bytes(f"{magic} {hashlib.sha256(content).hexdigest()}\n".encode() + content)
+    return path
+
+
+@pytest.mark.parametrize("magic", [checkpoints.OLD, checkpoints.MAGIC])
+def test_pickled_code_is_not_executed(magic, tmp_path):
     class Evil:
         def __reduce__(self):
             return (Path.touch, (tmp_path / "executed",))
 
-    path = tmp_path / "evil.ckpt"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "save", lambda state, f: f.write(pickle.dumps(Evil())))
-        records.save_checkpoint(path, {})
-    with pytest.raises(RunError, match="holds more than plain tensors"):
-        records.load_checkpoint(path)
-    torch.save(Evil(), tmp_path / "zip")  # the same inside torch's own container
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "save", lambda state, f: f.write((tmp_path / "zip").read_bytes()))
-        records.save_checkpoint(path, {})
-    with pytest.raises(RunError, match="holds more than plain tensors"):
-        records.load_checkpoint(path)
+    torch.save(Evil(), tmp_path / "zip")  # inside torch's own container
+    for content in (pickle.dumps(Evil()), (tmp_path / "zip").read_bytes(), b"{}\n" + pickle.dumps(Evil())):
+        with pytest.raises(RunError, match="holds more than plain tensors"):
+            checkpoints.load_checkpoint(with_checksum(tmp_path / "evil.ckpt", content, magic))
     assert not (tmp_path / "executed").exists()
+
+
+def test_checkpoints_hold_no_pickle(undisturbed):
+    """Two lines of text, then safetensors; nobody imports pickle to read it."""
+    raw = (undisturbed.out / checkpoints.CHECKPOINT).read_bytes()
+    head, text, tensors = raw.split(b"\n", 2)
+    assert head.startswith(checkpoints.MAGIC.encode()) and json.loads(text)["epoch"] == 2
+    found = safetensors.torch.load(tensors)
+    assert {name.split("/")[1] for name in found} == {"model", "optimizer"}
+    state = checkpoints.load_checkpoint(undisturbed.out / checkpoints.CHECKPOINT)
+    assert all(torch.equal(found[f"/model/{name}"], value) for name, value in state["model"].items())
+
+
+def test_run_goes_on_from_a_checkpoint_of_the_old_format(undisturbed, tmp_path, monkeypatch):
+    """Also bit by bit: the file is what earlier versions wrote with torch.save, moments laid out as the weights."""
+    cfg, save = tiny(out=str(tmp_path), trace_epochs=[0, 2]), checkpoints.save_checkpoint
+
+    def old(path, state):
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        with_checksum(Path(path), buffer.getvalue())
+        if state["step"] == 3:
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(checkpoints, "save_checkpoint", old)
+        train(cfg, log=None)
+    assert (tmp_path / checkpoints.CHECKPOINT).read_bytes().startswith(checkpoints.OLD.encode())
+    assert checkpoints.save_checkpoint is save
+    assert train(cfg, log=None)["weights_sha256"] == undisturbed.record["weights_sha256"]
+    assert (tmp_path / checkpoints.CHECKPOINT).read_bytes().startswith(checkpoints.MAGIC.encode())
 
 
 def test_checkpoint_with_other_content_is_one_sentence(undisturbed, tmp_path, capsys):
     """D15: the right checksum over a state that is not that of a run."""
-    whole = records.load_checkpoint(undisturbed.out / records.CHECKPOINT)
+    whole = checkpoints.load_checkpoint(undisturbed.out / checkpoints.CHECKPOINT)
     cfg = tiny(out=str(tmp_path), trace_epochs=[0, 2])
-    path = tmp_path / records.CHECKPOINT
+    path = tmp_path / checkpoints.CHECKPOINT
     name, weight = next(iter(whole["model"].items()))
     fewer = {k: v for k, v in whole["model"].items() if k != name}
     cases = [{k: v for k, v in whole.items() if k != gone} for gone in whole if gone != "format"]
@@ -375,7 +411,7 @@ def test_checkpoint_with_other_content_is_one_sentence(undisturbed, tmp_path, ca
     cases += [{**whole, "epoch": 99}, {**whole, "step": -1}, {**whole, "step": "1"}, {**whole, "history": []}]
     cases += [{**whole, "model_config": {**whole["model_config"], "channels": "x"}}, {**whole, "past": {"seconds": 1}}]
     for state in cases:
-        records.save_checkpoint(path, state)
+        checkpoints.save_checkpoint(path, state)
         before = path.read_bytes()
         changed = (
             state["model_config"] != whole["model_config"] if isinstance(state, dict) and "model_config" in state else 0
@@ -395,34 +431,28 @@ def test_checkpoint_with_other_content_is_one_sentence(undisturbed, tmp_path, ca
             assert said.startswith("lipmdeq certify: checkpoint ") and said.count("\n") == 1, said
 
 
-def test_packed_checkpoint_is_not_unpacked(undisturbed, tmp_path):
+def test_packed_checkpoint_is_not_unpacked(tmp_path):
     """D15: a compressed archive could be a thousand times as large in memory."""
-    import hashlib
-    import io
-    import zipfile
-
-    raw = (undisturbed.out / records.CHECKPOINT).read_bytes().partition(b"\n")[2]
+    raw = (ROOT / "results" / "digits" / "lipschitz" / "seed0.ckpt").read_bytes().partition(b"\n")[2]
     packed = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
         for entry in source.namelist():
             target.writestr(entry, source.read(entry))
-    content = packed.getvalue()
-    head = f"{records.MAGIC} {hashlib.sha256(content).hexdigest()}\n".encode()
-    (tmp_path / "packed.ckpt").write_bytes(head + content)
+    with_checksum(tmp_path / "packed.ckpt", packed.getvalue())
     with pytest.raises(RunError, match="packed.ckpt holds more than plain tensors"):
-        records.load_checkpoint(tmp_path / "packed.ckpt")
+        checkpoints.load_checkpoint(tmp_path / "packed.ckpt")
 
 
 def test_record_without_a_field_of_its_certificate(undisturbed):
-    record = records.read_record(undisturbed.out / records.RECORD)
+    record = read_record(undisturbed.out / RECORD)
     for certificate in ({}, None, {k: v for k, v in record["certificate"].items() if k != "layers"}):
         with pytest.raises(RunError, match="holds no certificate of this version"):
-            records.certificate_of({**record, "certificate": certificate})
+            certificate_of({**record, "certificate": certificate})
 
 
 def test_unfinished_files_of_killed_runs_go(tmp_path):
     """D19: at the next start those of the dead; those that a living process writes stay."""
-    left = [tmp_path / f".{name}.{pid}.part" for name in (records.CHECKPOINT, records.RECORD) for pid in (1, 99999999)]
+    left = [tmp_path / f".{name}.{pid}.part" for name in (checkpoints.CHECKPOINT, RECORD) for pid in (1, 99999999)]
     for path in left:
         path.write_text("half")
     other = files.atomic(tmp_path / "other.json")
@@ -441,9 +471,9 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(tmp_path):
         train(cfg, log=None)
     with pytest.raises(RunError, match="training diverged"):
         train(cfg, log=None)
-    state = records.load_checkpoint(tmp_path / records.CHECKPOINT)["model"]
+    state = checkpoints.load_checkpoint(tmp_path / checkpoints.CHECKPOINT)["model"]
     assert all(torch.isfinite(v).all() for v in state.values())
-    assert not (tmp_path / records.RECORD).exists()
+    assert not (tmp_path / RECORD).exists()
 
 
 def test_nan_in_the_data_stops(tmp_path):
@@ -465,7 +495,7 @@ def test_full_disk_and_unwritable_folder(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert run.file.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == [records.CHECKPOINT]
+    assert [p.name for p in tmp_path.iterdir()] == [checkpoints.CHECKPOINT]
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be written"):
         train(tiny(out=str(tmp_path / "file" / "run")))
@@ -584,15 +614,15 @@ def test_norms_are_proved_at_the_end_however_often_before(every, proofs, tmp_pat
     assert layers and all(layer["norm"] <= layer["limit"] * (1 + 1e-6) for layer in layers)
     worst = run.history[0]["lipschitz"]["worst_over_c"]
     assert math.isfinite(worst) and worst > 0.5
-    state = records.load_checkpoint(run.file)["model"]
+    state = checkpoints.load_checkpoint(run.file)["model"]
     assert all(torch.equal(v, run.model.state_dict()[k]) for k, v in state.items())
 
 
 def test_old_checkpoints_are_of_the_papers_block():
     for place in ("digits/lipschitz", "cpu/table1/lip-a0.4", "cpu/table1/mdeq"):
         path = ROOT / "results" / place / "seed0.ckpt"
-        model = records.load_model(path, records.read_record(path.with_suffix(".json")))
-        assert "block" not in records.load_checkpoint(path)["model_config"], "no old one any more"
+        model = checkpoints.load_model(path, read_record(path.with_suffix(".json")))
+        assert "block" not in checkpoints.load_checkpoint(path)["model_config"], "no old one any more"
         assert (model.cfg.block, model.cfg.injection) == ("paper", "first")
 
 
@@ -627,8 +657,8 @@ def test_methods(changes, tmp_path, monkeypatch):
     assert ("nfe_backward" in run.history[0]["train"]) == (cfg.method == "implicit")
     proof = certify(run.model, measure=False)
     report = depth(run.model, *run._images(10), certificate=proof)
-    records.write_json(tmp_path / "record.json", make_record(run, proof, report))
-    record = records.read_record(tmp_path / "record.json")
+    write_json(tmp_path / "record.json", make_record(run, proof, report))
+    record = read_record(tmp_path / "record.json")
     assert record["result"]["calls_train_forward"] >= record["result"]["nfe_train_forward"] >= 1
     assert "test accuracy, last epoch" in str(Summary(record)) and "<table>" in Summary(record)._repr_html_()
     assert len(curves(record).axes) == 3
@@ -676,7 +706,7 @@ def test_commands(undisturbed, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("epochs: 1\nn: 2\ntrain_images: 32\ntest_images: 20\nbatch: 16\n")
     assert main(["train", "-f", str(tmp_path / "run.yaml"), "-p", "out", str(tmp_path / "run")]) == 0
     assert "test accuracy" in capsys.readouterr().out
-    checkpoint = str(undisturbed.out / records.CHECKPOINT)
+    checkpoint = str(undisturbed.out / checkpoints.CHECKPOINT)
     assert main(["certify", checkpoint, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fingerprint"] == undisturbed.record["certificate"]["fingerprint"]
@@ -693,10 +723,10 @@ def test_commands(undisturbed, tmp_path, capsys):
 
 
 def test_exported_weights_are_small_and_keep_their_bounds(undisturbed, tmp_path):
-    source, path = undisturbed.out / records.CHECKPOINT, tmp_path / "seed0.ckpt"
-    records.export_weights(source, path)
+    source, path = undisturbed.out / checkpoints.CHECKPOINT, tmp_path / "seed0.ckpt"
+    checkpoints.export_weights(source, path)
     assert path.stat().st_size < 0.3 * source.stat().st_size
-    full, small = records.load_model(source), records.load_model(path)
+    full, small = checkpoints.load_model(source), checkpoints.load_model(path)
     x, _ = next(training.open_data(tiny(), torch.device("cpu")).test.batches(40))
     with torch.no_grad():
         assert (full(x) - small(x)).norm() <= 1e-2 * full(x).norm()
@@ -706,33 +736,33 @@ def test_exported_weights_are_small_and_keep_their_bounds(undisturbed, tmp_path)
 
 def test_weights_are_those_that_the_record_describes(undisturbed, tmp_path):
     """Full and in half precision; one weight that differs in its last bit is refused in one sentence."""
-    source, small = undisturbed.out / records.CHECKPOINT, tmp_path / "seed0.ckpt"
-    record = records.read_record(undisturbed.out / records.RECORD)
-    records.export_weights(source, small)
+    source, small = undisturbed.out / checkpoints.CHECKPOINT, tmp_path / "seed0.ckpt"
+    record = read_record(undisturbed.out / RECORD)
+    checkpoints.export_weights(source, small)
     for path in (source, small):
-        records.load_model(path, record)
-        state = records.load_checkpoint(path)
+        checkpoints.load_model(path, record)
+        state = checkpoints.load_checkpoint(path)
         first = next(v for v in state["model"].values() if v.ndim == 4)
         first.view(torch.int16 if first.dtype == torch.float16 else torch.int32)[0, 0, 0, 0] ^= 1
-        records.save_checkpoint(tmp_path / "other.ckpt", state)
+        checkpoints.save_checkpoint(tmp_path / "other.ckpt", state)
         with pytest.raises(RunError, match="holds other weights than its record describes"):
-            records.load_model(tmp_path / "other.ckpt", record)
+            checkpoints.load_model(tmp_path / "other.ckpt", record)
     old = {k: v for k, v in record.items() if k != "half_sha256"}
-    records.load_model(source, old)
+    checkpoints.load_model(source, old)
     with pytest.raises(RunError, match="holds other weights"):
-        records.load_model(small, {**old, "weights_sha256": None})
+        checkpoints.load_model(small, {**old, "weights_sha256": None})
 
 
 def test_sealing_a_file(undisturbed, tmp_path, capsys):
     """A file without a seal gets one; a seal that does not fit stays an error."""
-    record = records.read_record(undisturbed.out / records.RECORD)
+    record = read_record(undisturbed.out / RECORD)
     path = tmp_path / "record.json"
     path.write_text(json.dumps({k: v for k, v in record.items() if k != "sha256"}))
     with pytest.raises(RunError, match="python -m lipmdeq seal"):
-        records.read_record(path)
+        read_record(path)
     for _ in range(2):
         assert main(["seal", str(path)]) == 0
-        assert records.read_record(path) == record
+        assert read_record(path) == record
     path.write_text(json.dumps({**record, "scale": "larger"}))
     before, said = path.read_bytes(), capsys.readouterr()
     assert main(["seal", str(path), str(tmp_path / "none.json")]) == 1
@@ -803,11 +833,11 @@ def test_two_processes(tmp_path, monkeypatch):
         for a, b in zip(one, grads, strict=True):
             assert a.norm() > 1e-6 and (a - b).norm() <= 1e-6 * a.norm()
     assert out.count("epoch   1/2") == 1  # one process talks
-    record = records.read_record("run/record.json")
+    record = read_record("run/record.json")
     assert record["machine"]["processes"] == 2
     assert [h["train"]["images"] for h in record["history"]] == [64, 64]
     assert record["result"]["images"] == 40
-    assert records.certificate_of(record).matches(records.load_model("run/checkpoint.ckpt"))
+    assert certificate_of(record).matches(checkpoints.load_model("run/checkpoint.ckpt"))
     assert torch.load("sha-0.pt") == torch.load("sha-1.pt") == record["weights_sha256"]
 
 
