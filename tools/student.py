@@ -26,7 +26,7 @@ for each property; an unfinished answer gets "not yet". Answers on paper go into
 With Python 3.11 to 3.13 in this folder:
 
     python -m venv .venv
-    .venv/bin/python -m pip install -c constraints.txt -e '.[book]'
+    .venv/bin/python -m pip install -c constraints.txt -e '.[book,workflow]'
     .venv/bin/python -m jupyterlab notebooks/
 
 (on Windows `.venv\\Scripts\\python`). Start with `notebooks/01_banach.ipynb`; `notebooks/lab.md` is a lab

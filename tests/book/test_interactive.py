@@ -23,7 +23,7 @@ sys.path.insert(0, str(BOOK / "_ext"))
 
 import interactive  # noqa: E402
 
-LESSONS = {"01_banach": "player", "05_solvers": "player", "11_composition": "explorer"}
+LESSONS = {"01_banach": "player", "05_solvers": "player", "11_composition": "explorer", "12_bound": "explorer"}
 FIELDS = ("a", "c", "gamma", "alpha1", "alpha2", "n", "p")
 
 
@@ -697,3 +697,15 @@ def test_what_the_lesson_says_about_the_explorer_is_true():
     assert (f"{many.L('reported'):.3f}", f"{many.L('perron'):.4f}") == ("1.272", "0.9007")
     for number in (".9255", ".8611", "1.0035", "1.98", "1.0412", "1.272", ".9007"):
         assert f"${number}$" in answers
+    steep, gain, relu = (LipschitzSpec(**scene) for scene in scenes("12_bound"))
+    answers = lesson_text("12_bound").split("What you should have seen")[1]
+    for spec, readings in (
+        (steep, ("reported", "spectral", "perron")),
+        (gain, ("reported",)),
+        (relu, ("spectral", "perron")),
+    ):
+        for reading in readings:
+            assert f"${spec.L(reading):.4f}$".replace("$0.", "$.") in answers
+    assert f"${relu.L('reported'):.4f}$" in answers and gain.L("reported") == pytest.approx(
+        paper.L("reported") * 2 / 3, rel=0.01
+    )
