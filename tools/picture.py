@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
 DEPTH = {  # records of protocol cpu32, four epochs of all of CIFAR-10
     "potential": "certified family, proved L = 0.9",
+    "mdeq-all": "MDEQ, no guarantee",
     "lip-a0.4": "the paper's block, a = 0.4",
 }
 READINGS = {
