@@ -22,11 +22,6 @@ from lipmdeq import bounds
 from lipmdeq.norms.guard import NormGuard
 
 MARGIN = 0.04  # what estimated norms stay below c: a warm power step lags behind weights that move
-GROWTH, FADE, MOST = (
-    0.5,
-    0.9,
-    0.3,
-)  # and this share of what a step added to the norm, fading with this factor, at most that
 COLD_STEPS = 20  # power steps from random vectors
 SMALL = 1e-6  # entries of a vector that starts anew: shorter than a unit vector, so estimates stay below the norm
 Leaf = Callable[[nn.Module], float | None]
@@ -109,9 +104,8 @@ class Conv(Layer):
     def constrain(self, prove: bool = True) -> float:
         """Bring the operator norm of the weight in use to at most c, changing as little as possible.
 
-        Without ``prove`` a weight whose *estimated* norm exceeds (1 − MARGIN − growth)·c is scaled to that, and 0 is returned:
-        the estimate is always too small, but by less than the margin, which widens where steps make the norm grow fast. It costs
-        what two images cost, and nothing waits for the result on a GPU. With ``prove`` the norm is also proved to be at most c;
+        Without ``prove`` a weight whose *estimated* norm exceeds (1 − MARGIN)·c is scaled to that, and 0 is returned: the
+        estimate is always too small, but rarely by more than the margin. It costs what two images cost, and nothing waits for the result on a GPU. With ``prove`` the norm is also proved to be at most c;
         returns the bound that was found before over c (at most 1 when the proof changed nothing).
         """
         if self.c is None:
@@ -132,9 +126,7 @@ class Conv(Layer):
     def _hold(self) -> None:
         """Scale the weight by what its estimated norm is too large; nothing is decided on the host."""
         norm = self.estimate().nan_to_num(0.0, 0.0)  # squares overflow: left to the next proof
-        self._room = torch.maximum(FADE * self._room, GROWTH * (norm / self._level - 1)).clamp(max=MOST)
-        factor = ((1 - MARGIN - self._room) * self.c / norm).clamp(max=1.0)
-        self._level = norm * factor
+        factor = ((1 - MARGIN) * self.c / norm).clamp(max=1.0)
         (self.weight if self.g is None else self.g).mul_(factor)
         self._seen = self.kernel().detach().clone()
 
@@ -161,7 +153,7 @@ class Conv(Layer):
             size = self.size if kernel.shape[-1] > 1 else (1, 1)
             start = torch.randn(2, kernel.shape[1], *size, generator=torch.Generator().manual_seed(0)).to(kernel)
             self._top, self._change = (self._powers(kernel, v, COLD_STEPS)[0] for v in start.split(1))
-            self._seen, self._room, self._level = kernel, kernel.new_zeros(()), kernel.new_full((), math.inf)
+            self._seen = kernel
         else:
             self._change, _ = self._powers(kernel - self._seen, self._change)
         # One vector at a time: torch is slower for two small images together.
