@@ -105,7 +105,8 @@ class Conv(Layer):
         """Bring the operator norm of the weight in use to at most c, changing as little as possible.
 
         Without ``prove`` a weight whose *estimated* norm exceeds (1 − MARGIN)·c is scaled to that, and 0 is returned: the
-        estimate is always too small, but rarely by more than the margin. It costs what two images cost, and nothing waits for the result on a GPU. With ``prove`` the norm is also proved to be at most c;
+        estimate is always too small, but rarely by more than the margin. It costs what two images cost, and nothing waits for
+        the result on a GPU. With ``prove`` the norm is also proved to be at most c;
         returns the bound that was found before over c (at most 1 when the proof changed nothing).
         """
         if self.c is None:
