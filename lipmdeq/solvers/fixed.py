@@ -39,7 +39,7 @@ def in_blocks(options, calls: Calls, expect: int | None) -> Solution:
             fz = calls(z, last=i == todo - 1)
             if i < todo - 1:
                 before, z = z, _step(options, z, fz)
-        r, size, rate = _look(options, before, z, fz)
+        r, size, rate = _look(options, before if auto else None, z, fz)
         value = r / np.maximum(size, 1e-300) if options.relative else r
         need = np.log(options.tol / value) / np.log(rate) if auto else None  # evaluations more; below 0: fewer
         left = options.max_iter - calls.nfe
@@ -62,8 +62,12 @@ def _look(options, before: list[Tensor] | None, z: list[Tensor], fz: list[Tensor
     points = [z, fz] if before is None else [before, z, fz]
     for dtype in (None, torch.float64):  # double precision where squares leave the range of single
         layout = Layout(fz, dtype)
-        flat = torch.stack([layout.pack(p, layout.empty()) for p in points])
-        *moves, size = norms(torch.cat([flat.diff(dim=0), flat[-1:]]))
+        flat = layout.empty(len(points))
+        for i, point in enumerate(points):
+            layout.pack(point, flat[i])
+            if i:
+                torch.sub(flat[i], flat[i - 1], out=flat[i - 1])
+        *moves, size = norms(flat)
         if layout.dtype == torch.float64 or ((size > 1e-12) & (size < 1e15) & (moves[-1] < 1e15)).all():
             break
     rate = np.full_like(size, np.nan) if before is None else moves[1] / (moves[0] / options.damping)

@@ -14,7 +14,9 @@ import pytest
 
 from lipmdeq.bounds import LipschitzSpec
 from lipmdeq.experiments.figures import FIGURES, is_drawn
-from lipmdeq.experiments.parameters import ABLATIONS, PRESETS, ParameterError, RunConfig
+from lipmdeq.experiments.parameters import ABLATIONS, PRESETS, ParameterError, RunConfig, RunError
+from lipmdeq.experiments.record import same_run
+from lipmdeq.experiments.step import make_adjoint, make_solver
 from lipmdeq.experiments.tables import SHARED, load
 from lipmdeq.experiments.tables import TABLES as PRINTED
 
@@ -554,3 +556,24 @@ def test_best_is_the_winner_on_validation_images():
     best = read("cpu", "beyond", "best").identity()
     assert {k for k in best if best[k] != winner[k]} == {"eval_split", "val_images"}
     assert best["eval_split"] == "test"
+
+
+def test_fixed_steps_belong_to_picard():
+    for value in (4, "auto", None):
+        cfg = RunConfig(solver="picard", fixed_steps=value)
+        assert make_solver(cfg, 18).steps == value and make_adjoint(cfg).solver.steps == value
+    with pytest.raises(ParameterError, match=r"fixed_steps = 4: must be None for solver = 'anderson'"):
+        RunConfig(fixed_steps=4)
+    for bad in (0, 1.5, True, "all", 10**6):
+        with pytest.raises(
+            ParameterError, match=r"fixed_steps = .*must be a whole number in \[1, 1000\], 'auto' or None"
+        ):
+            RunConfig(solver="picard", fixed_steps=bad)
+
+
+def test_a_run_that_is_older_than_a_parameter_goes_on(tmp_path):
+    """It had the default; a run with another value is refused as before."""
+    old = {k: v for k, v in RunConfig(solver="picard").to_dict().items() if k != "fixed_steps"}
+    same_run(RunConfig(solver="picard"), old, tmp_path)
+    with pytest.raises(RunError, match=r"holds a run with fixed_steps = None, not 4"):
+        same_run(RunConfig(solver="picard", fixed_steps=4), old, tmp_path)
