@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pooch
 from PIL import Image
 from torchvision.datasets import CIFAR10, ImageFolder
 
@@ -115,6 +114,8 @@ def cifar10_from_batches(root: Path) -> Arrays:
 
 def download_batches(folder: Path) -> None:
     """Fetch and unpack the original archive (170 MB), checked by md5; OSError or ValueError if it is not to be had."""
+    import pooch  # late: it asks notebooks for a progress bar that needs a kernel extension
+
     web = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=DOWNLOAD_TIMEOUT)
     pooch.get_logger().setLevel("WARNING")
     archive = pooch.retrieve(CIFAR10.url, f"md5:{CIFAR10.tgz_md5}", CIFAR10.filename, folder, downloader=web)
