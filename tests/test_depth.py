@@ -43,6 +43,7 @@ def test_old_weights_are_feed_forward(digits):
 
 def test_numbers_are_those_of_the_plain_definitions(digits):
     """Every number against a few lines that only use problem, head and a dense Jacobian."""
+    torch.manual_seed(0)
     net = spread(build("digits", block="potential", n=2, stem_channels=4), 0.3)
     x, y = digits[0][:9].double(), digits[1][:9]
     report = depth(net, x, y, batch=4)
@@ -76,8 +77,10 @@ def test_numbers_are_those_of_the_plain_definitions(digits):
 
     jac = torch.autograd.functional.jacobian(as_vector, flat)
     alone = depth(net, x[:1], y[:1])
-    assert alone.norm_worst == pytest.approx(float(torch.linalg.matrix_norm(jac, 2)), rel=2e-2)
-    assert alone.radius_worst == pytest.approx(float(torch.linalg.eigvals(jac).abs().max()), rel=2e-2)
+    norm = float(torch.linalg.matrix_norm(jac, 2))
+    assert 0.97 * norm <= alone.norm_worst <= norm * (1 + 1e-9)  # a lower bound
+    radius = float(torch.linalg.eigvals(jac).abs().max())  # an estimate: a pair of equal size may still hide a part
+    assert alone.radius_worst == pytest.approx(radius, rel=5e-2)
     assert alone.proved == pytest.approx(certify(net, measure=False, progress=False).test["perron"])
 
 

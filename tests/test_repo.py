@@ -320,7 +320,7 @@ def test_depth_in_the_readme_is_that_of_the_records():
 
 
 def test_rates_in_the_recipe_are_those_of_the_records():
-    """configs/cpu32/README.md: validation accuracies of the recipe runs, the best one bold and used by the family's rows."""
+    """configs/cpu32/README.md: validation accuracies of the recipe runs, the chosen one bold and used by the family's rows."""
     text = (ROOT / "configs" / "cpu32" / "README.md").read_text("utf8")
     homes = {"mdeq": "table1/mdeq", "lip-a0.4": "table1/lip-a0.4", "potential": "beyond/potential-t0.9"}
     for row, config in homes.items():
@@ -329,7 +329,14 @@ def test_rates_in_the_recipe_are_those_of_the_records():
             record = read_record(path)
             assert record["result"]["split"] == "val" and path.parent.name == f"{row}-lr{record['parameters']['lr']:g}"
             found[record["parameters"]["lr"]] = 100 * record["result"]["accuracy"]
-        best = max(found, key=found.get)
+        best, rates = 0.004, sorted(found)
+        while True:  # a step up or down, as long as it gains more than the binomial error of 5,000 images
+            near = [r for r in rates if abs(rates.index(r) - rates.index(best)) == 1]
+            next_ = max(near, key=found.get)
+            if found[next_] <= found[best] + 0.7:
+                break
+            best = next_
+        assert rates[0] < best < rates[-1], "a rate at the end of what was tried"
         shown = [
             "–" if rate not in found else f"**{found[rate]:.1f}**" if rate == best else f"{found[rate]:.1f}"
             for rate in (0.001, 0.002, 0.004, 0.008, 0.016)

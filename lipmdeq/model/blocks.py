@@ -132,11 +132,13 @@ class Parts:
     def path(self, i: int, j: int) -> DownPath | UpPath | None:
         """Fuse_ij, from branch j to branch i; None from a branch to itself."""
         start, end = self.cfg.channels[j], self.cfg.channels[i]
+        if i == j:
+            return None
         if j > i:
             return UpPath(ConvNorm(self.conv(j, start, end, 1), self.norm(end)), j - i)
         widths = [start] * (i - j - 1) + [end]
         pairs = [ConvNorm(self.conv(j + s, start, w, 3, 2), self.norm(w)) for s, w in enumerate(widths)]
-        return DownPath(pairs, self.cfg.a) if j < i else None
+        return DownPath(pairs, self.cfg.a)
 
     def post(self, i: int) -> PostFusion:
         cfg, c = self.cfg, self.cfg.channels[i]

@@ -319,8 +319,9 @@ def test_samples_do_not_see_each_other(solver):
     for i in range(4):
         one = solver(tol=1e-5, max_iter=400).solve(problem(slice(i, i + 1)), torch.zeros(1, 25, dtype=DOUBLE))
         assert one.nfe == every.steps[i]
-        torch.testing.assert_close(one.z[0], every.z[i], rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(one.residuals[:, 0], every.residuals[: one.nfe, i], rtol=1e-6, atol=1e-12)
+        more = 100 if solver is Broyden else 1  # dozens of updates amplify the rounding of batched products
+        torch.testing.assert_close(one.z[0], every.z[i], rtol=more * 1e-9, atol=1e-12)
+        torch.testing.assert_close(one.residuals[:, 0], every.residuals[: one.nfe, i], rtol=more * 1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("solver", ALL)
