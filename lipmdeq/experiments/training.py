@@ -65,7 +65,7 @@ def train(cfg: RunConfig, log: Log | None = print) -> dict:
 
     Raises:
         ParameterError: a parameter does not fit the data, the model or the machine.
-        RunError: damaged or unreadable files, a full disk, divergence.
+        RunError: damaged or unreadable files, a full disk, divergence, a process that is gone.
     """
     world = World.open(cfg)
     try:
@@ -75,6 +75,13 @@ def train(cfg: RunConfig, log: Log | None = print) -> dict:
             return _train_in(Path(cfg.out), cfg, world, log)
         with TemporaryDirectory(prefix="lipmdeq-") as folder:
             return _train_in(Path(folder), cfg, world, log)
+    except RuntimeError as e:
+        if world.lost(e):
+            raise RunError(
+                f"process {world.rank} of {world.size} stops: another one has ended or does not answer; "
+                f"{cfg.out} keeps the last checkpoint, the same command goes on there"
+            ) from None
+        raise
     finally:
         world.close()
 

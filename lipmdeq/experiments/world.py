@@ -107,6 +107,11 @@ class World:
         if self.started:
             dist.destroy_process_group()
 
+    def lost(self, error: RuntimeError) -> bool:
+        """Whether an error is that another process is gone: gloo and NCCL say so in their own words."""
+        words = ("gloo", "NCCL", "Connection closed", "Connection reset", "timed out", "Broken pipe")
+        return self.size > 1 and not isinstance(error, RunError) and any(word in str(error) for word in words)
+
     @property
     def writes(self) -> bool:
         return self.rank == 0

@@ -877,6 +877,31 @@ def test_processes_listen_on_loopback_only(address, tmp_path):
     assert found[0] and {where for where in found[0] + found[1]} <= inside, found
 
 
+def test_a_killed_process_ends_the_others(tmp_path):
+    """One of two processes is killed in the middle of a run: the other one ends within a minute, in one sentence."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    words = ["train", "-p", "out", str(tmp_path), "-p", "epochs", "500", "-p", "train_images", "64"]
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "lipmdeq", *words], env=env | {"RANK": rank}, stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in ("0", "1")
+    ]  # fmt: skip
+    try:
+        assert both[0].stdout.readline().startswith("epoch")
+        both[1].kill()
+        _, said = both[0].communicate(timeout=60)
+    finally:
+        both[0].kill()
+        both[1].communicate()
+    assert both[0].returncode == 1
+    assert "process 0 of 2 stops: another one has ended or does not answer" in said and "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
