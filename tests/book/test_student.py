@@ -118,7 +118,7 @@ def test_folder_is_complete(edition):
     for path in set(re.findall(r"\.\./((?:results|configs)/[\w./-]+)", text)):
         assert (edition / path).exists(), path
     probe = "import lipmdeq, pathlib; print(pathlib.Path(lipmdeq.__file__).parent.parent)"
-    run = subprocess.run([sys.executable, "-c", probe], cwd=edition, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-B", "-c", probe], cwd=edition, capture_output=True, text=True)
     assert Path(run.stdout.strip()).resolve() == edition.resolve()
     assert (edition / "README.md").is_file() and not list(edition.rglob("__pycache__"))
     tasks = (edition / "notebooks" / "lab.md").read_text("utf8")
