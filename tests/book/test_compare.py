@@ -34,6 +34,14 @@ def pictures() -> list[str]:
 PICTURES = pictures()
 
 
+@pytest.fixture(autouse=True)
+def plain_style():
+    """Another test of this process may have set a style."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        yield
+
+
 def draw(tmp_path: Path, scale: float = 1.0, salt: str = "one", colour: str = "#0072b2") -> str:
     """A curve, points, a bar, a hatched bar and an image; ``scale`` stretches the curve alone."""
     from matplotlib.figure import Figure
