@@ -13,6 +13,7 @@ from lipmdeq.depth import FEED_FORWARD, STEPS, Depth, depth
 from lipmdeq.experiments.checkpoints import load_model
 from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.training import test_images as images_of
+from lipmdeq.jacobian import JacobianProbe
 from lipmdeq.model import build
 
 ROOT = Path(__file__).parent.parent
@@ -81,6 +82,9 @@ def test_numbers_are_those_of_the_plain_definitions(digits):
     assert 0.97 * norm <= alone.norm_worst <= norm * (1 + 1e-9)  # a lower bound
     radius = float(torch.linalg.eigvals(jac).abs().max())  # an estimate: a pair of equal size may still hide a part
     assert alone.radius_worst == pytest.approx(radius, rel=5e-2)
+    probe = JacobianProbe(f1, one)  # with steps enough both are exact
+    assert float(probe.norm(1000)) == pytest.approx(norm, rel=1e-4)
+    assert float(probe.spectral_radius(150)) == pytest.approx(radius, rel=1e-4)
     assert alone.proved == pytest.approx(certify(net, measure=False, progress=False).test["perron"])
 
 
