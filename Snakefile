@@ -18,7 +18,7 @@ from snakemake.exceptions import WorkflowError
 
 from lipmdeq.experiments.figures import CURVES, is_drawn, products
 from lipmdeq.experiments.parameters import OneSentence, RunConfig
-from lipmdeq.experiments.rows import read_run
+from lipmdeq.experiments.rows import read_run, times_file
 from lipmdeq.experiments.tables import SHARED, TABLES as PRINTED, load
 
 PROTOCOL = config.get("protocol", "cpu")
@@ -95,17 +95,17 @@ def records(table):
 def of_table(w):
     """What a table is made from; times do not count while it is what they give."""
     found = [*records(w.table), "results/paper.yaml"]
-    if PROTOCOL == "cpu" and Path("results/bench/trained.json").exists():
-        found.append("results/bench/trained.json")
+    times = times_file(PROTOCOL, Path())
+    found += [str(times)] if times.exists() else []
     return [ancient(f) for f in found] if LOADED[w.table].is_written(FOLDER) else found
 
 
 def of_figure(w):
-    """What a figure is made from, in the same way: Figures 3 and 5 show the first seed of some rows of Table 1."""
+    """What a figure is made from, in the same way: Figures 3 and 5 show some rows of Table 1."""
     if w.figure == "figure4":
         found = [*records("figure4"), *records("table1"), "results/paper.yaml"]
     else:
-        found = [f for f in records("table1") if f.split("/")[3] in CURVES and f.endswith("/seed0.json")]
+        found = [f for f in records("table1") if f.split("/")[3] in CURVES]
     return [ancient(f) for f in found] if is_drawn(w.figure, LOADED, FOLDER) else found
 
 

@@ -1,9 +1,12 @@
-"""Times of a training step at the trained weights of a table's rows, interleaved in one process, medians of rounds.
+"""Times of a training step at the trained weights of a protocol's rows, interleaved in one process, medians of rounds.
 
-    python -m benchmarks.trained                   # Tables 1 and 3 of protocol cpu: needs their runs/ folders (make reproduce)
+    python -m benchmarks.trained                     # protocol cpu: rows whose runs/ folders are here (make reproduce)
+    python -m benchmarks.trained --protocol cpu32    # MDEQ's weights may also lie in results/
 
 Every row takes the same batches with its own method, solver and caps, in training mode with dropout; the optimizer's rate is 0,
-so that the weights stay. Writes results/bench/trained.json: milliseconds, evaluations, speed-ups over MDEQ.
+so that the weights stay. Each is compared with MDEQ, step by step. What is measured replaces what the file in results/bench
+says about these rows; other rows stay, so that runs may be timed as they end. A row: milliseconds of both passes, of the
+constraint, of a step and of a forward pass in test mode; evaluations; speed-ups over MDEQ.
 """
 
 from __future__ import annotations
@@ -16,29 +19,52 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.__main__ import ROOT, Step, interleave
+from benchmarks.__main__ import ROOT, Step, clock, interleave
 from lipmdeq import data
 from lipmdeq.experiments.checkpoints import load_model
 from lipmdeq.experiments.parameters import RunConfig
-from lipmdeq.experiments.record import read_record, write_json
-from lipmdeq.experiments.world import git_commit, machine, versions
+from lipmdeq.experiments.record import read_record, read_sealed, write_json
+from lipmdeq.experiments.rows import times_file
+from lipmdeq.experiments.world import git_commit, machine, now, versions
 from lipmdeq.shell import Parser, guarded
 from lipmdeq.solvers import SolverWarning
 
-
-def row(folder: Path, x: torch.Tensor, y: torch.Tensor) -> tuple[Step, RunConfig]:
-    """A training step of a finished run."""
-    record = read_record(folder / "record.json")
-    cfg = RunConfig.from_mapping(record["parameters"])
-    net = load_model(folder / "checkpoint.ckpt", record)
-    net.stem.requires_grad_(cfg.train_stem)
-    net.constrain()  # warm, as in the middle of a run
-    return Step(net, net.solver, net.adjoint, cfg.jacobian_weight, x, y), cfg
+BASE = {"table3": "table3/mdeq"}  # whose MDEQ a table is compared with; all others: that of Table 1
+TABLES = ("table1", "table2", "figure4", "beyond", "table3")
 
 
-def batch(folder: Path) -> tuple[torch.Tensor, torch.Tensor, str]:
+class Timed(Step):
+    """A training step of a finished run, and a forward pass in test mode."""
+
+    def __init__(self, record: dict, weights: Path, x: torch.Tensor, y: torch.Tensor):
+        cfg = RunConfig.from_mapping(record["parameters"])
+        net = load_model(weights, record)
+        net.stem.requires_grad_(cfg.train_stem)
+        net.constrain()  # warm, as in the middle of a run
+        super().__init__(net, net.solver, net.adjoint, cfg.jacobian_weight, x, y)
+        self.test: list[float] = []
+
+    def __call__(self) -> None:
+        super().__call__()
+        self.net.eval()
+        with torch.no_grad():
+            self.test.append(clock(lambda: self.net(self.x)))
+
+
+def finished(runs: Path, results: Path, row: str) -> tuple[dict, Path] | None:
+    """(record, weights) of the first seed of a row, from its run or else from what was kept of it; None if there is none."""
+    run, kept = runs / row / "seed0", results / row / "seed0"
+    for record, weights in (
+        (run / "record.json", run / "checkpoint.ckpt"),
+        (kept.with_suffix(".json"), kept.with_suffix(".ckpt")),
+    ):
+        if record.is_file() and weights.is_file():
+            return read_record(record), weights
+    return None
+
+
+def batch(record: dict) -> tuple[torch.Tensor, torch.Tensor, str]:
     """The first training images of a run's data, as many as its batch, not augmented; and its scale in words."""
-    record = read_record(folder / "record.json")
     cfg = RunConfig.from_mapping(record["parameters"])
     images = data.load(
         cfg.data, root=cfg.data_root, train_images=cfg.train_images, resolution=cfg.resolution, seed=cfg.seed
@@ -47,20 +73,23 @@ def batch(folder: Path) -> tuple[torch.Tensor, torch.Tensor, str]:
     return (x, y, f"batch {cfg.batch} of {cfg.data} at {x.shape[-1]}x{x.shape[-1]}, preset {cfg.preset}, 1 thread")
 
 
-def measure(runs: Path, table: str, rounds: int) -> tuple[dict, str]:
-    """name of row → times, evaluations and speed-ups over mdeq; and the scale."""
-    folders = sorted(p.parent.parent for p in (runs / table).glob("*/seed0/record.json"))
-    if not any(f.name == "mdeq" for f in folders):
-        raise SystemExit(f"{runs / table} has no finished run mdeq/seed0: run `make reproduce` first")
-    x, y, scale = batch(runs / table / "mdeq" / "seed0")
-    steps = {f.name: row(f / "seed0", x, y)[0] for f in folders}
+def measure(runs: Path, results: Path, table: str, rounds: int) -> tuple[dict, str]:
+    """name of row → times, evaluations and speed-ups over MDEQ, for all rows that are finished; and the scale."""
+    where = BASE.get(table, "table1/mdeq")
+    base, own = finished(runs, results, where), where.startswith(table)
+    if base is None:
+        raise SystemExit(f"{runs} has no finished run of MDEQ for {table}: run `make reproduce` first")
+    x, y, scale = batch(base[0])
+    steps = {"mdeq" if own else "": Timed(*base, x, y)}
+    for name in sorted({p.parent.parent.name for p in (runs / table).glob("*/seed0/record.json")} - set(steps)):
+        steps[name] = Timed(*finished(runs, results, f"{table}/{name}"), x, y)
     interleave(steps, rounds, warmup=2)
     for s in steps.values():
-        s.parts = {k: v[2:] for k, v in s.parts.items()}
-    base = steps["mdeq"].parts
+        s.parts = {k: v[2:] for k, v in (s.parts | {"test": s.test}).items()}
+    against = steps["mdeq"].parts if own else steps.pop("").parts
     out = {}
     for name, s in steps.items():
-        ratios = {k: statistics.median(b / a for a, b in zip(s.parts[k], base[k], strict=True)) for k in s.parts}
+        ratios = {k: statistics.median(b / a for a, b in zip(s.parts[k], against[k], strict=True)) for k in s.parts}
         out[name] = {f"{k}_ms": 1e3 * statistics.median(v) for k, v in s.parts.items()}
         out[name] |= {"speedup": ratios["step"], "speedup_forward": ratios["forward"]}
         out[name] |= {"speedup_backward": ratios["backward"], "nfe_forward": s.nfe[0], "nfe_backward": s.nfe[1]}
@@ -69,23 +98,31 @@ def measure(runs: Path, table: str, rounds: int) -> tuple[dict, str]:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "cpu")
+    parser.add_argument("--protocol", default="cpu")
+    parser.add_argument("--runs", type=Path, help="default: runs/<protocol>")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "bench" / "trained.json")
     args = parser.parse_args()
     warnings.simplefilter("ignore", SolverWarning)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rows, scale = measure(args.runs, "table1", args.rounds)
-    result = {"rows": rows, "scale": scale}
-    if (args.runs / "table3" / "mdeq" / "seed0" / "record.json").exists():
-        result["table3"], result["table3_scale"] = measure(args.runs, "table3", args.rounds)
-    result |= {"rounds": args.rounds, "command": "python -m benchmarks.trained", "seed": 0}
+    runs, results = args.runs or ROOT / "runs" / args.protocol, ROOT / "results" / args.protocol
+    out = times_file(args.protocol, ROOT)
+    result = read_sealed(out, "a benchmark of trained models") if out.is_file() else {}
+    about = {"commit": git_commit(), "finished": now()}
+    for table in TABLES:
+        if not any((runs / table).glob("*/seed0/record.json")):
+            continue
+        rows, scale = measure(runs, results, table, args.rounds)
+        key = "rows" if table == "table1" else table
+        result[key] = {**result.get(key, {}), **{name: {**r, **about} for name, r in rows.items()}}
+        result["scale" if table == "table1" else f"{table}_scale"] = scale
+        for name, r in rows.items():
+            print(f"{name:<16} {r['step_ms']:7.1f} ms  {r['speedup']:5.2f}x  {r['nfe_forward']}/{r['nfe_backward']}")
+    result |= {"rounds": args.rounds, "command": f"python -m benchmarks.trained --protocol {args.protocol}", "seed": 0}
     result |= {"versions": versions(), "machine": machine(torch.device("cpu")), "git_commit": git_commit()}
-    for name, r in rows.items():
-        print(f"{name:<14} {r['step_ms']:7.1f} ms  {r['speedup']:5.2f}x  {r['nfe_forward']}/{r['nfe_backward']}")
-    write_json(args.out, result)
-    print(f"written to {args.out.name}", file=sys.stderr)
+    result.pop("sha256", None)
+    write_json(out, result)
+    print(f"written to {out.name}", file=sys.stderr)
 
 
 if __name__ == "__main__":

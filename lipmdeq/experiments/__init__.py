@@ -14,7 +14,7 @@ _NAMES = {
     "record": "Record certificate_of content_sha256 matches_config read_record read_sealed",
     "report": "Summary curves",
     "tables": "Grid Table load promised",
-    "rows": "Row Value over_seeds read_rows",
+    "rows": "Row Value over_seeds read_rows spread",
     "figures": "PARTS ROUNDING figure3 figure4 figure5 trace work work_paper write",
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 
 from lipmdeq.data.files import atomic
 from lipmdeq.experiments.record import content_sha256
-from lipmdeq.experiments.tables import TABLES, Table, load, promised
+from lipmdeq.experiments.tables import TABLES, Table, load, promised, spread
 from lipmdeq.plotting import COLOURS, LINES, MARKERS, ours, paper, save, shade_contraction, use_style
 
 # The lines of Figures 3 and 5: MDEQ and what was done to it in one colour, Lipschitz MDEQ in another.
@@ -47,24 +47,28 @@ def _style(name: str) -> dict:
     return {"color": COLOURS[colour], "linestyle": LINES[k], "marker": MARKERS[k], "markersize": 3.5}
 
 
-def by_iteration(ax, table: Table, part: str) -> None:
-    """Residual against the evaluation, trained model, first seed, median of the images."""
+def _seeds(table: Table):
+    """(record, how it is drawn) for every seed of the rows of ``CURVES``: the first with its name, the others paler."""
     for row in table.done:
-        if row.name in CURVES:
-            values = [max(v, ROUNDING) for v in trace(row.records[0], part)]
-            ax.semilogy(range(1, len(values) + 1), values, label=row.title, markevery=3, **_style(row.name))
+        for k, record in enumerate(row.records if row.name in CURVES else ()):
+            yield record, {**_style(row.name), **({"alpha": 0.4} if k else {"label": row.title})}
+
+
+def by_iteration(ax, table: Table, part: str) -> None:
+    """Residual against the evaluation, trained model, median of the images."""
+    for record, style in _seeds(table):
+        values = [max(v, ROUNDING) for v in trace(record, part)]
+        ax.semilogy(range(1, len(values) + 1), values, markevery=3, **style)
     ax.axhline(ROUNDING, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
     ax.set(title=PARTS[part], xlabel="evaluation of f", ylabel="relative residual", ylim=(2e-8, 4))
 
 
 def by_epoch(ax, table: Table, part: str) -> None:
     """Residual after the last of the forced evaluations against the epoch."""
-    for row in table.done:
-        if row.name in CURVES:
-            record = row.records[0]
-            epochs = [t["epoch"] for t in record["traces"]]
-            last = [max(trace(record, part, e)[-1], ROUNDING) for e in epochs]
-            ax.semilogy(epochs, last, label=row.title, **_style(row.name))
+    for record, style in _seeds(table):
+        epochs = [t["epoch"] for t in record["traces"]]
+        last = [max(trace(record, part, e)[-1], ROUNDING) for e in epochs]
+        ax.semilogy(epochs, last, **style)
     ax.axhline(ROUNDING, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
     ax.set(title=f"{PARTS[part]}, last residual", xlabel="epoch", ylabel="relative residual", ylim=(2e-8, 4))
 
@@ -114,7 +118,10 @@ def figure4(table: Table, table1: Table):
         ends = [[v.mean - v.low for v in values], [v.high - v.mean for v in values]]
         left.errorbar(x, gaps, yerr=ends, fmt="none", ecolor=COLOURS["blue"], elinewidth=1)
         ours(left, x, gaps)
-        left.axhspan(-table1.spread(), table1.spread(), color="#222222", alpha=0.07, linewidth=0, label="spread")
+        limits = [spread(row, table1["mdeq"]) for row in table.done]
+        order = sorted(range(len(x)), key=x.__getitem__)
+        band = [[s * limits[i] for i in order] for s in (-1, 1)]
+        left.fill_between([x[i] for i in order], *band, color="#222222", alpha=0.07, linewidth=0, label="spread")
     paper(left, [promised(r.config) for r in printed], [r.paper["accuracy"] - theirs for r in printed])
     left.axhline(0, color="#555555", linewidth=0.9, linestyle="-")
     left.set(title="Accuracy minus that of MDEQ", ylabel="points")
@@ -141,11 +148,11 @@ def products(names: Iterable[str] = TABLES) -> list[str]:
 
 
 def source(figure: str, tables: Mapping[str, Table]) -> str:
-    """One hash over all records and printed numbers that a figure shows; Figures 3 and 5 show first seeds of some rows."""
+    """One hash over all records and printed numbers that a figure shows; Figures 3 and 5 show some rows, nothing printed."""
     rows = {f"{name}/{row.name}": row for name in FIGURES[figure][1:] for row in tables[name].rows}
     if figure == "figure4":
         return content_sha256({k: [row.paper, *(r["sha256"] for r in row.records)] for k, row in rows.items()})
-    return content_sha256({k: [r["sha256"] for r in row.records[:1]] for k, row in rows.items() if row.name in CURVES})
+    return content_sha256({k: [r["sha256"] for r in row.records] for k, row in rows.items() if row.name in CURVES})
 
 
 def is_drawn(figure: str, tables: Mapping[str, Table], folder: str | Path) -> bool:

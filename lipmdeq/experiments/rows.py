@@ -26,8 +26,11 @@ HEADS = {  # what is shown: heading, digits after the point
     "accuracy": ("accuracy, %", 1),
     "top5": ("top 5, %", 1),
     "nfe_train_forward": ("NFE train forward", 1),
+    "ms_train_forward": ("ms train forward", 0),
     "nfe_train_backward": ("NFE train backward", 1),
+    "ms_train_backward": ("ms train backward", 0),
     "nfe_test_forward": ("NFE test forward", 1),
+    "ms_test_forward": ("ms test forward", 0),
     "speedup": ("speed-up", 2),
 }
 PROVED = {  # what the certificate proves: mode, reading
@@ -35,6 +38,13 @@ PROVED = {  # what the certificate proves: mode, reading
     "perron_train": ("train", "perron"),
     "frobenius_test": ("test", "frobenius"),
     "frobenius_train": ("train", "frobenius"),
+}
+# Milliseconds and speed-ups are measured on an idle machine, all rows in turn: columns and fields of benchmarks/trained.py.
+MEASURED = {
+    "speedup": "speedup",
+    "ms_train_forward": "forward_ms",
+    "ms_train_backward": "backward_ms",
+    "ms_test_forward": "test_ms",
 }
 MISSING, UNMEASURED, UNPROVED = "not run yet", "not measured yet", "no guarantee"
 
@@ -83,8 +93,8 @@ class Row:
 
     def value(self, key: str) -> Value | None:
         """Ours, over seeds: a key of the paper's tables or of ``PROVED``; None if not run, or if there is no such solve."""
-        if key == "speedup":
-            return over_seeds([self.bench[key]] if key in self.bench else [])
+        if key in MEASURED:
+            return over_seeds([self.bench[MEASURED[key]]] if MEASURED[key] in self.bench else [])
         found = [_number(record, key) for record in self.records]
         return over_seeds(x for x in found if x is not None)
 
@@ -104,6 +114,17 @@ class Row:
         if value is None:
             return UNMEASURED if key == "speedup" else "–"
         return value.show(HEADS[key][1])
+
+
+def spread(one: Row, other: Row) -> float:
+    """How large the difference of the accuracies of two rows must be to be called one, in points; both have records.
+
+    The larger one of their two ranges over seeds, and at least two standard deviations of the difference that two equally
+    good models show on a test set of this size. It depends on these two rows alone.
+    """
+    values = [row.value("accuracy") for row in (one, other)]
+    images = min(r["result"]["images"] for row in (one, other) for r in row.records)
+    return max(max(v.high - v.low, 2 * math.sqrt(2 * v.mean * (100 - v.mean) / images)) for v in values)
 
 
 SCALE = {
@@ -200,10 +221,15 @@ def read_paper(path: Path, table: str) -> dict:
         raise RunError(f"{path} is not YAML ({why})") from None
 
 
+def times_file(protocol: str, root: Path) -> Path:
+    """Where `python -m benchmarks.trained` writes the times of a protocol."""
+    return root / "results" / "bench" / ("trained.json" if protocol == "cpu" else f"trained-{protocol}.json")
+
+
 def read_rows(table: str, protocol: str, root: Path, printed: dict[str, dict]) -> list[Row]:
     """The rows that the paper prints with our records; those of shared rows from either place."""
-    times = root / "results" / "bench" / "trained.json"
-    bench = _times(times) if protocol == "cpu" and times.is_file() else {}
+    times = times_file(protocol, root)
+    bench = _times(times) if times.is_file() else {}
     rows = []
     for name, numbers in printed.items():
         where = f"{table}/{name}"

@@ -2,7 +2,7 @@
 
 ``load("table1")`` reads results/<protocol>/<table>/<row>/seed<k>.json, checks each record against its configuration and groups
 them by row. Any subset will do: a row without records is "not run yet", a missing seed only means fewer seeds. The paper's
-numbers are in results/paper.yaml, speed-ups in results/bench/trained.json.
+numbers are in results/paper.yaml, our times in results/bench (:func:`times_file`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from lipmdeq.experiments.rows import (
     promised,
     read_paper,
     read_rows,
+    spread,
 )
 
-__all__ = ["SHARED", "TABLES", "Grid", "Row", "Table", "Value", "load", "over_seeds", "promised"]
+__all__ = ["SHARED", "TABLES", "Grid", "Row", "Table", "Value", "load", "over_seeds", "promised", "spread"]
 
 
 @dataclass
@@ -58,33 +59,22 @@ class Table:
         """What the table compares with the paper: the columns for which the paper has a number."""
         return [key for key in HEADS if any(key in row.paper for row in self.rows)]
 
-    def spread(self, key: str = "accuracy") -> float:
-        """How large a difference must be to be called one.
-
-        The largest range over the seeds of a row; for an accuracy at least two standard deviations of the difference that
-        two equally good models show on a test set of this size.
-        """
-        values = [row.value(key) for row in self.done]
-        widest = max((v.high - v.low for v in values if v), default=0.0)
-        if key not in ("accuracy", "top5") or not self.done:
-            return widest
-        images = min(r["result"]["images"] for row in self.done for r in row.records)
-        return max(widest, *(2 * math.sqrt(2 * v.mean * (100 - v.mean) / images) for v in values))
+    def spread(self, one: str, other: str) -> float:
+        """How large the difference of two rows must be to be called one, see :func:`spread`."""
+        return spread(self[one], self[other])
 
     def compare(self, one: str, other: str) -> str:
-        """A sentence on two rows' accuracies that claims no difference smaller than the spread."""
+        """A sentence on two rows' accuracies that claims no difference smaller than the spread of these two."""
         a, b = self[one], self[other]
         if not (a.records and b.records):
             return f"{a.title} against {b.title}: {MISSING}."
         x, y = a.value("accuracy"), b.value("accuracy")
         seeds = "one seed each" if x.seeds == y.seeds == 1 else f"{x.seeds} and {y.seeds} seeds"
-        gap, spread = x.mean - y.mean, self.spread()
-        if abs(gap) <= spread:
-            verdict = f"no difference that stands out from a spread of {spread:.1f} points"
+        gap, limit = x.mean - y.mean, spread(a, b)
+        if abs(gap) <= limit:
+            verdict = f"no difference that stands out from a spread of {limit:.1f} points"
         else:
-            known = any(len(row.records) > 1 for row in self.done)
-            than = "the spread of" if known else "the test images explain (seeds are not repeated yet),"
-            verdict = f"{abs(gap):.1f} points {'above' if gap > 0 else 'below'}, more than {than} {spread:.1f}"
+            verdict = f"{abs(gap):.1f} points {'above' if gap > 0 else 'below'}, more than the spread of {limit:.1f}"
         return f"{a.title}: {x.mean:.1f} %. {b.title}: {y.mean:.1f} % ({seeds}). {verdict.capitalize()}."
 
     @property

@@ -145,23 +145,35 @@ def test_no_difference_smaller_than_the_spread(root):
     record(root, "table1/mdeq", 0, 0.44)
     record(root, "table1/lip-a0.4", 0, 0.45)
     table = load("table1", root=root)
-    assert 1.3 < table.spread() < 1.5  # one seed each: two standard deviations on 10000 test images
+    assert 1.3 < table.spread("lip-a0.4", "mdeq") < 1.5  # one seed each: two standard deviations on 10000 test images
     assert "No difference that stands out" in table.compare("lip-a0.4", "mdeq")
     assert "not run yet" in table.compare("lip-a0.1", "mdeq")
     record(root, "table1/lip-a0.1", 0, 0.48)
-    sentence = load("table1", root=root).compare("lip-a0.1", "mdeq")
-    assert "4.0 points above" in sentence and "seeds are not repeated yet" in sentence
-    record(root, "table1/lip-a0.4", 1, 0.48)
+    assert "4.0 points above, more than the spread of 1.4" in load("table1", root=root).compare("lip-a0.1", "mdeq")
+    record(root, "table1/lip-a0.4", 1, 0.495)
     table = load("table1", root=root)
-    assert table.spread() == pytest.approx(3.0)
-    assert "4.0 points above, more than the spread of 3.0" in table.compare("lip-a0.1", "mdeq")
+    assert table.spread("lip-a0.4", "mdeq") == table.spread("mdeq", "lip-a0.4") == pytest.approx(4.5)
+    assert "No difference that stands out from a spread of 4.5" in table.compare("lip-a0.4", "mdeq")
+
+
+def test_a_verdict_depends_on_its_two_rows_alone(root):
+    record(root, "table1/mdeq", 0, 0.44)
+    record(root, "table1/lip-a0.1", 0, 0.48)
+    before = load("table1", root=root).compare("lip-a0.1", "mdeq")
+    for seed, accuracy in enumerate((0.30, 0.60)):
+        record(root, "table1/lip-a1.0", seed, accuracy)
+    assert load("table1", root=root).compare("lip-a0.1", "mdeq") == before
 
 
 def test_speedups_of_the_benchmark(root):
     record(root, "table1/lip-a0.4", 0, 0.45)
     record(root, "table3/mdeq", 0, 0.2)
     bench = root / "results" / "bench" / "trained.json"
-    write_json(bench, {"rows": {"lip-a0.4": {"speedup": 4.4}}, "table3": {"mdeq": {"speedup": 1.0}}})
+    times = {"speedup": 4.4, "forward_ms": 63.9, "backward_ms": 72.4}
+    write_json(bench, {"rows": {"lip-a0.4": times}, "table3": {"mdeq": {"speedup": 1.0}}})
+    row = load("table1", root=root)["lip-a0.4"]
+    assert (row.ours("ms_train_forward"), row.ours("ms_train_backward")) == ("64", "72")
+    assert row.ours("ms_test_forward") == "–"
     assert load("table1", root=root)["lip-a0.4"].ours("speedup") == "4.40"
     assert load("figure4", root=root)["a0.4"].ours("speedup") == "4.40"
     assert load("table3", root=root)["mdeq"].ours("speedup") == "1.00"
@@ -359,7 +371,8 @@ def test_files_of_any_subset(root, monkeypatch, capsys):
     names = {f"{t}.{end}" for t in TABLES for end in ("md", "csv")} | {f"figure{k}.svg" for k in (3, 4, 5)}
     assert set(first) == names
     text = first["table1.md"].decode()
-    line = "| 45.5 (45.0–46.0) | 90.47 | 3.0 | 2.0 | 1.0 | 2.0 | 3.5 | 2.0 | not measured yet | 4.75 | 0.500 |"
+    line = "| 45.5 (45.0–46.0) | 90.47 | 3.0 | 2.0 | – | 44.0 | 1.0 | 2.0 | – | 42.1 | 3.5 | 2.0 | – | 13.3 "
+    line += "| not measured yet | 4.75 | 0.500 |"
     assert f"| Lipschitz MDEQ, a = 0.1 {line}" in text
     assert "| MDEQ + JFB | not run yet | 88.13 |" in text
     rows = {r["row"]: r for r in csv.DictReader(first["table1.csv"].decode().splitlines())}
