@@ -21,8 +21,8 @@ from lipmdeq import data
 from lipmdeq.experiments.checkpoints import load_model
 from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.record import read_record, write_json
+from lipmdeq.experiments.shell import Parser, guarded
 from lipmdeq.experiments.world import git_commit, machine, versions
-from lipmdeq.shell import Parser, guarded
 from lipmdeq.solvers import SolverWarning
 
 

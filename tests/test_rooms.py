@@ -12,7 +12,6 @@ MAY = {
     "lipmdeq": set(),
     "checks": set(),
     "plotting": set(),
-    "shell": set(),
     "bounds": set(),
     "norms": {"bounds"},
     "solvers": {"bounds"},
@@ -20,7 +19,7 @@ MAY = {
     "jacobian": {"solvers"},
     "certificate": {"bounds", "norms", "model", "jacobian", "checks"},
     "depth": {"certificate", "jacobian", "solvers"},
-    "data": {"bounds", "shell"},
+    "data": {"bounds"},
 }
 HEAVY = {"experiments": "light commands", "__main__": "light commands"}  # may import anything, late if that saves torch
 CORE_LINES, FUNCTION_LINES, PARAMETERS = 6100, 40, 6
