@@ -157,10 +157,9 @@ def live_constants(prove: Prover, progress: bool) -> tuple[dict[nn.Module, float
         except ValueError as e:
             raise ValueError(f"layer f.{name}: cannot be bounded; {e}") from None
         if found is not None:
-            norm, limit = found
+            (norm, limit), layer = found, type(m).__name__
             constants[m] = norm.value
-            said = dict(norm=norm.value, kind=norm.kind, method=norm.method, limit=limit)
-            rows.append(dict(name=name, layer=type(m).__name__, **said))
+            rows.append(dict(name=name, layer=layer, norm=norm.value, kind=norm.kind, method=norm.method, limit=limit))
     return constants, rows
 
 
@@ -277,9 +276,7 @@ def certify(
     measure: bool | Measurement = True,
     progress: bool = True,
 ) -> Certificate:
-    """Prove L for the live weights of ``model.f`` and measure how much the proof gives away.
-
-    A ValueError names the layer that cannot be bounded.
+    """Prove L for the live weights of ``model.f``, or name the layer that cannot be bounded; measure what the proof gives away.
 
     Args:
         model: an :class:`lipmdeq.model.MDEQ`. image_size: side of the images (default: that of the configuration); the norms

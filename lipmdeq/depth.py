@@ -7,7 +7,6 @@ one application of f, within L. The report measures what is left of the equilibr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -112,22 +111,18 @@ def _seen(model: nn.Module, x: Tensor, solver: Solver) -> tuple[Tensor, ...]:
     """
     f, z0, _ = model.problem(x)
     found, usual = solver.solve(f, z0), model.solver.solve(f, z0)
-    z, star, size = z0, found.z, _norms(found.z).clamp_min(1e-30)
-    label, distance = [], []
+    z, star, label, distance = z0, found.z, [], []
+    size = norms([t.double() for t in star]).clamp_min(1e-30)
     for k in range(1, STEPS[-1] + 1):
         z = f(z)
         if k in STEPS:
             label.append(model.head(z).argmax(1))
-            distance.append(_norms(a - b for a, b in zip(z, star, strict=True)) / size)
+            distance.append(norms([(a - b).double() for a, b in zip(z, star, strict=True)]) / size)
     label.append(model.head(star).argmax(1))
     hidden = model.f.hidden(star, model.injected(x))
     units = torch.cat([torch.stack([on.any(0), (~on).any(0)]).flatten(1) for on in hidden], 1)
     nfe, converged = torch.full((len(x),), float(usual.nfe)).double(), found.converged.double()
-    return torch.stack(label).cpu(), torch.stack(distance), nfe, converged.cpu(), units.cpu()
-
-
-def _norms(z: Iterable[Tensor]) -> Tensor:
-    return norms([t.double() for t in z]).cpu()
+    return torch.stack(label).cpu(), torch.stack(distance).cpu(), nfe, converged.cpu(), units.cpu()
 
 
 def _jacobian(model: nn.Module, x: Tensor, solver: Solver, d: list[float]) -> dict[str, float]:
