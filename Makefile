@@ -57,7 +57,7 @@ shell: setup ## open a shell in which python, papermill and snakemake are those 
 	@echo "Leave it with: exit" && PATH="$(CURDIR)/.venv/bin:$$PATH" VIRTUAL_ENV="$(CURDIR)/.venv" "$${SHELL:-/bin/sh}"
 
 data: setup ## fetch the larger data sets into data/ (the default one needs no download)
-	$(PY) -m lipmdeq.data
+	$(PY) -m lipmdeq data
 
 bench: setup ## measure speed and memory as ratios (about 20 minutes; needs a quiet machine)
 	$(PY) -m benchmarks --preset cpu

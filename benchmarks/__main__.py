@@ -28,11 +28,11 @@ from torch import nn
 from torchdeq import get_deq
 
 from lipmdeq.experiments.record import write_json
+from lipmdeq.experiments.shell import Parser, guarded
 from lipmdeq.experiments.step import JACOBIAN_RATE, Batch
 from lipmdeq.experiments.world import git_commit, machine, versions
 from lipmdeq.model import build
 from lipmdeq.model.layers import Conv
-from lipmdeq.shell import Parser, guarded
 from lipmdeq.solvers import Anderson, Picard, SolverWarning
 from lipmdeq.solvers.gradients import JFB, Implicit, Phantom, Unrolled, deq
 

@@ -25,8 +25,8 @@ from lipmdeq.experiments.checkpoints import load_model
 from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.record import read_record, read_sealed, write_json
 from lipmdeq.experiments.rows import times_file
+from lipmdeq.experiments.shell import Parser, guarded
 from lipmdeq.experiments.world import git_commit, machine, now, versions
-from lipmdeq.shell import Parser, guarded
 from lipmdeq.solvers import SolverWarning
 
 BASE = {"table3": "table3/mdeq"}  # whose MDEQ a table is compared with; all others: that of Table 1

@@ -1,15 +1,9 @@
 """The certificate: a proof that a live model's f is L-Lipschitz, and what was measured, side by side.
 
-``certify`` walks the module tree of f, proves a norm for every convolution of the weight in use
-(:mod:`lipmdeq.norms`), takes the live γ of every norm, and composes them into the comparison matrix N
-(‖f(z)_i − f(z')_i‖ ≤ Σ_j N_ij‖z_j − z'_j‖). From N come
-
-* ``frobenius`` ≥ ``spectral``: bounds on ‖J‖₂ in the plain norm,
-* ``perron``: bound on ‖D J D⁻¹‖₂ in the weighted norm ‖z‖_D² = Σ d_i²‖z_i‖²; Banach's theorem holds in that
-norm too.
-
-Everything measured (‖J‖₂ by power iteration on JᵀJ, the spectral radius) is a lower bound or an estimate and
-is called so.
+``certify`` proves a norm for every convolution of the weights in use, takes the live γ of every norm, and composes them into the
+comparison matrix N, ‖f(z)_i − f(z')_i‖ ≤ Σ_j N_ij‖z_j − z'_j‖. From N come ``frobenius`` ≥ ``spectral`` ≥ ‖J‖₂ in the plain norm,
+and ``perron`` ≥ ‖D J D⁻¹‖₂ in the weighted norm ‖z‖_D² = Σ d_i²‖z_i‖², in which Banach's theorem holds too.
+Everything measured is a lower bound or an estimate and is called so.
 """
 
 from __future__ import annotations
@@ -20,7 +14,6 @@ import json
 import math
 import time
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from numbers import Real
 from pathlib import Path
 
@@ -54,9 +47,7 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def constants_hash(f: nn.Module) -> str:
-    """sha256 over kind and plain attributes of all modules: slopes, rates, weights of mixes, scales, strides, map sizes,
-    limits, that is, all that enters L beside the weights.
-    """
+    """sha256 over kind and plain attributes of all modules (slopes, strides, map sizes, …): what enters L beside the weights."""
     digest = hashlib.sha256()
     for name, module in f.named_modules():
         kept = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
@@ -71,9 +62,8 @@ def refuse_unknown(f: nn.Module) -> None:
     for name, module in f.named_modules():
         where = f"layer f.{name}" if name else "f"
         if type(module) not in KNOWN:
-            raise ValueError(
-                f"{where} = {type(module).__name__}: cannot be bounded; known layers are {', '.join(k.__name__ for k in KNOWN)}"
-            )
+            known = ", ".join(k.__name__ for k in KNOWN)
+            raise ValueError(f"{where} = {type(module).__name__}: cannot be bounded; known layers are {known}")
         if module._forward_hooks or module._forward_pre_hooks:
             raise ValueError(f"{where} has a forward hook: cannot be bounded; remove it first")
         for pname, p in module.named_parameters(recurse=False):
@@ -86,16 +76,15 @@ def refuse_unknown(f: nn.Module) -> None:
 def mixed_1x1_norm(conv: Conv, norm: MGN, dtype: torch.dtype | None = None) -> Norm:
     """Exact norm of MGN ∘ conv1x1, tighter than max|γ|·‖W‖.
 
-    Split the map into spatial frequencies. A frequency other than zero has mean zero, so MGN only scales:
-    diag(γ)W. At frequency zero MGN also removes the mean over the channels of a group, Q = I − (1/m)11ᵀ:
-    diag(γ)QW. The norm is the larger of the two. (diag(γ)W alone would not do: γ acts after the mean is
-    removed, and Q mixes channels.)
+    Split the map into spatial frequencies. At those other than zero the mean is zero, so MGN only scales: diag(γ)W. At zero
+    MGN also removes the mean over the channels of a group, Q = I − (1/m)11ᵀ: diag(γ)QW. The norm is the larger of the two.
+    (diag(γ)W alone would not do: γ acts after the mean is removed, and Q mixes channels.)
     """
     w = rounded(conv.kernel(), dtype).double().flatten(1)
     gamma = w.new_ones(norm.channels) * torch.as_tensor(norm.scale()).detach().double()
     groups = w.view(norm.groups, -1, w.shape[1])
     centred = (groups - groups.mean(1, keepdim=True)).reshape(w.shape)
-    both = torch.stack([gamma[:, None] * w, gamma[:, None] * centred])
+    both = gamma[:, None] * torch.stack([w, centred])
     return Norm(float(torch.linalg.matrix_norm(both, 2).max()) * (1 + 1e-12), "exact", "1x1 with norm")
 
 
@@ -113,24 +102,16 @@ class Prover:
     sizes: dict[nn.Module, tuple[int, int]]
     dtype: torch.dtype | None = None
 
-    @cached_property
-    def _factors(self) -> dict[nn.Module, Tensor]:
-        """What the last kernel of every path of a rounded potential map is multiplied by."""
-        if self.dtype is None or not isinstance(self.f, PotentialMap):
-            return {}
-        mix, found = self.f.mixing().detach(), {}
-        for name, path in self.f.paths.items():
-            j, i = (int(k) - 1 for k in name.split("to"))
-            found[path[-1]] = mix[i, j] * 2.0 ** min(0, i - j)
-        return found
-
     def conv(self, m: nn.Module, kernel: Tensor) -> Norm:
         """Norm of the convolution ``m`` with another kernel."""
         return conv_norm(kernel, self.sizes[m], stride=m.stride, padding=m.padding)
 
     def unit_conv(self, m: UnitConv) -> Norm:
         """The last kernel of a path is multiplied by M_ij, and by 2^(i−j) of the up-sampling, before it is rounded."""
-        w = self._factors.get(m, 1.0)
+        w, paths = 1.0, self.f.paths if self.dtype is not None and isinstance(self.f, PotentialMap) else {}
+        for name in [name for name, path in paths.items() if path[-1] is m]:
+            j, i = (int(k) - 1 for k in name.split("to"))
+            w = self.f.mixing().detach()[i, j] * 2.0 ** min(0, i - j)
         return self.conv(m, rounded(w * m.kernel(), self.dtype) / w)
 
     def potential(self, m: Potential) -> Norm:
@@ -158,9 +139,9 @@ class Prover:
         if isinstance(m, Potential):
             return self.potential(m), 1.0
         if isinstance(m, GN | MGN):
-            gn = isinstance(m, GN)
+            gn, limit = isinstance(m, GN), None if m.weight is None else m.gamma
             value = bounds.lip_gn(m.max_scale(), m.eps) if gn else bounds.lip_mgn(m.max_scale())
-            return Norm(value, "exact", "max|γ|/√ε" if gn else "max|γ|"), m.gamma if m.weight is not None else None
+            return Norm(value, "exact", "max|γ|/√ε" if gn else "max|γ|"), limit
         if isinstance(m, ConvNorm) and m.conv.weight.shape[-1] == 1 and isinstance(m.norm, MGN):
             norm = mixed_1x1_norm(m.conv, m.norm, self.dtype)
             return (norm, None) if math.isfinite(norm.value) else None  # overflow: the product of both constants stands
@@ -169,59 +150,40 @@ class Prover:
 
 def live_constants(prove: Prover, progress: bool) -> tuple[dict[nn.Module, float], list[dict]]:
     """Proved constants of the live modules, and one row for each for the report."""
-    constants, rows = {}, []
-    work = [
-        (n, m) for n, m in prove.f.named_modules() if isinstance(m, Conv | UnitConv | Potential | GN | MGN | ConvNorm)
-    ]
+    constants, rows, work = {}, [], list(prove.f.named_modules())
     for name, m in tqdm(work, desc="certificate", unit="layer", disable=None if progress else True, leave=False):
         try:
             found = prove(m)
         except ValueError as e:
             raise ValueError(f"layer f.{name}: cannot be bounded; {e}") from None
         if found is not None:
-            norm, limit = found
+            (norm, limit), layer = found, type(m).__name__
             constants[m] = norm.value
-            rows.append(
-                dict(
-                    name=name, layer=type(m).__name__, norm=norm.value, kind=norm.kind, method=norm.method, limit=limit
-                )
-            )
+            rows.append(dict(name=name, layer=layer, norm=norm.value, kind=norm.kind, method=norm.method, limit=limit))
     return constants, rows
 
 
-def conv_sizes(f: FixedPointMap, image_size: int, configured: int) -> dict[Conv, tuple[int, int]]:
+def conv_sizes(f: nn.Module, image_size: int, configured: int) -> dict[nn.Module, tuple[int, int]]:
     """Input map of every convolution for images of another size than that of the configuration, in whole numbers."""
-    sizes = {}
-    for name, m in f.named_modules():
-        if isinstance(m, Conv | UnitConv | Potential):
-            if any(s * image_size % configured for s in m.size):
-                raise ValueError(
-                    f"image_size = {image_size}: layer f.{name}, {m.size} at {configured}, has no whole size"
-                )
-            sizes[m] = tuple(s * image_size // configured for s in m.size)
-    return sizes
+    convs = {m: name for name, m in f.named_modules() if isinstance(m, Conv | UnitConv | Potential)}
+    for m, name in convs.items():
+        if any(s * image_size % configured for s in m.size):
+            raise ValueError(f"image_size = {image_size}: layer f.{name}, {m.size} at {configured}, has no whole size")
+    return {m: tuple(s * image_size // configured for s in m.size) for m in convs}
 
 
 def readings(matrix: np.ndarray, tol: float) -> dict:
     """What follows from a comparison matrix: three constants, weights, guaranteed steps."""
     rho, d = bounds.perron(matrix)
-    return dict(
-        frobenius=float(bounds.frobenius(matrix)),
-        spectral=float(bounds.spectral(matrix)),
-        perron=float(rho),
-        certified=bool(rho < 1),
-        D=[float(v) for v in d],
-        cond_D=float(max(d) / min(d)),
-        steps=bounds.steps(rho, tol),
-        matrix=np.asarray(matrix).tolist(),
-    )
+    constants = {"frobenius": bounds.frobenius(matrix), "spectral": bounds.spectral(matrix), "perron": rho}
+    follows = {"certified": bool(rho < 1), "D": [float(v) for v in d], "cond_D": float(max(d) / min(d))}
+    steps = {"steps": bounds.steps(rho, tol), "matrix": np.asarray(matrix).tolist()}
+    return {**{name: float(value) for name, value in constants.items()}, **follows, **steps}
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was proved (``test``, ``train``: constants of the comparison matrix) and what was measured.
-    ``layers`` has a row each. ``constants`` is None in records that were written without it.
-    """
+    """What was proved, in ``test`` and ``train`` mode and for each of ``layers``, and what was measured."""
 
     image_size: int
     tolerance: float
@@ -235,7 +197,7 @@ class Certificate:
     layers: list[dict]
     fingerprint: str
     seconds: float
-    constants: str | None = None
+    constants: str | None = None  # None in records that were written without it
     measured_on: str = "noise"  # or "images": what the measured rows were measured on
     dtype: str | None = None  # the type that kernels were rounded to before the proof
 
@@ -250,9 +212,7 @@ class Certificate:
         return self.test["spectral"] / self.measured_norm if self.measured_norm else None
 
     def matches(self, model: nn.Module) -> bool:
-        """False as soon as a weight of f, or a constant beside the weights (a, p, α1, α2, a weight of the fusion, …), differs
-        from those that were certified.
-        """
+        """False as soon as a weight of f, or a constant beside the weights (a, p, α1, …), is not the one that was certified."""
         same = self.constants is None or self.constants == constants_hash(model.f)
         return same and fingerprint(model.f) == self.fingerprint
 
@@ -265,22 +225,26 @@ class Certificate:
 
     def summary_rows(self) -> list[tuple[str, str, str]]:
         """(what, value, kind) of the summary, for print and HTML."""
-        rows = []
-        for mode in ("test", "train"):
-            r = getattr(self, mode)
+        rows, to = [], f"to {self.tolerance:g}"
+        for mode, r in (("test", self.test), ("train", self.train)):
             for key in ("frobenius", "spectral", "perron"):
                 rows.append((f"L, {mode} mode, {key}", f"{r[key]:.4g}", "proved upper bound"))
             steps = "none" if r["steps"] is None else str(r["steps"])
-            rows.append((f"steps to {self.tolerance:g}, {mode} mode", steps, "proved (from z = 0, weighted norm)"))
+            rows.append((f"steps {to}, {mode} mode", steps, "proved (from z = 0, weighted norm)"))
         if self.measured_norm is not None:
             rows += [
                 (f"‖J‖₂ measured ({self.measured_on})", f"{self.measured_norm:.4g}", "lower bound"),
                 ("‖D J D⁻¹‖₂ measured", f"{self.measured_norm_D:.4g}", "lower bound"),
                 ("spectral radius at z*", f"{self.spectral_radius:.4g}", "estimate"),
-                (f"evaluations of f to {self.tolerance:g}", str(self.observed_steps), "observed"),
+                (f"evaluations of f {to}", str(self.observed_steps), "observed"),
                 ("slack (spectral / measured)", f"{self.slack:.3g}", ""),
             ]
         return rows
+
+    def layer_rows(self) -> list[tuple[str, ...]]:
+        """(name, norm, limit, kind, method) of each layer."""
+        shown = ({**r, "limit": "–" if r["limit"] is None else f"{r['limit']:g}"} for r in self.layers)
+        return [(r["name"], f"{r['norm']:.5f}", r["limit"], r["kind"], r["method"]) for r in shown]
 
     def __str__(self) -> str:
         verdict = "contraction PROVED (test mode)" if self.certified else "NOT proved to be a contraction (test mode)"
@@ -288,35 +252,19 @@ class Certificate:
         lines = [f"Certificate, images {self.image_size}x{self.image_size}{kernels}: {verdict}"]
         lines += [f"  {a:<34} {b:>10}  {c}" for a, b, c in self.summary_rows()]
         lines += ["", f"  {'layer':<34} {'norm':>10}  {'limit':>7}  kind"]
-        for r in self.layers:
-            limit = "-" if r["limit"] is None else f"{r['limit']:g}"
-            lines.append(f"  {r['name']:<34} {r['norm']:>10.5f}  {limit:>7}  {r['kind']} ({r['method']})")
+        lines += [f"  {a:<34} {b:>10}  {c.replace('–', '-'):>7}  {d} ({e})" for a, b, c, d, e in self.layer_rows()]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        def cells(row):
-            return "<tr>" + "".join(f"<td>{html.escape(str(v))}</td>" for v in row) + "</tr>"
+        def table(head: str, rows: list[tuple[str, ...]]) -> str:
+            body = "".join(f"<tr>{''.join(f'<td>{html.escape(v)}</td>' for v in row)}</tr>" for row in rows)
+            return f"<table><tr>{''.join(f'<th>{word}</th>' for word in head.split())}</tr>{body}</table>"
 
         verdict = "proved to be a contraction" if self.certified else "not proved to be a contraction"
         head = f"<p><b>f is {verdict}</b> (test mode, images {self.image_size}x{self.image_size})</p>"
-        body = "".join(cells(row) for row in self.summary_rows())
-        layer_rows = "".join(
-            cells(
-                (
-                    r["name"],
-                    f"{r['norm']:.5f}",
-                    "–" if r["limit"] is None else f"{r['limit']:g}",
-                    r["kind"],
-                    r["method"],
-                )
-            )
-            for r in self.layers
-        )
-        layers = (
-            "<details><summary>layers</summary><table><tr><th>layer</th><th>norm</th><th>limit</th><th>kind</th><th>method</th></tr>"
-            f"{layer_rows}</table></details>"
-        )
-        return f"{head}<table><tr><th>quantity</th><th>value</th><th>kind</th></tr>{body}</table>{layers}"
+        layers = table("layer norm limit kind method", self.layer_rows())
+        summary = table("quantity value kind", self.summary_rows())
+        return f"{head}{summary}<details><summary>layers</summary>{layers}</details>"
 
 
 def certify(
@@ -328,16 +276,13 @@ def certify(
     measure: bool | Measurement = True,
     progress: bool = True,
 ) -> Certificate:
-    """Prove L for the live weights of ``model.f`` and measure how much the proof gives away.
+    """Prove L for the live weights of ``model.f``, or name the layer that cannot be bounded; measure what the proof gives away.
 
     Args:
         model: an :class:`lipmdeq.model.MDEQ`. image_size: side of the images (default: that of the configuration); the norms
         are those of the maps it gives. x: images (B, C, H, W) for the measurement; give real ones, the default is two of
         standard normal noise. dtype: prove it for the kernels as autocast to this type rounds them, e.g. ``torch.bfloat16``
         (what is measured has the kernels as they are). measure: also measure ‖J‖₂, at z* and at random points.
-
-    Raises:
-        ValueError: with the name of the layer that cannot be bounded.
     """
     start, cfg, f = time.perf_counter(), model.cfg, model.f
     image_size = cfg.image_size if image_size is None else image_size

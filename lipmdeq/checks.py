@@ -1,10 +1,10 @@
 """One-line verdicts that lessons print: each compares a number with a claim and raises when the claim fails.
 
-Printed numbers are rounded, because the stored outputs of the notebooks are compared byte for byte; the
-comparison itself is done on the unrounded values.
+Unrounded values are compared; printed ones are rounded, because the stored outputs of the notebooks are compared too.
 """
 
 import functools
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,18 +32,12 @@ def _show(value: float, digits: int) -> str:
 
 
 def check(name: str, bound: Any, observed: Any, at_least: float | None = None, digits: int = 4) -> None:
-    """Assert ``observed <= bound`` and print ``✓ name: bound … observed … slack …``.
+    """Assert ``observed <= bound`` and print ``✓ name: bound … observed … slack …``; NaN, infinity and negative values fail.
 
     Args:
-        name: what is compared, in words.
-        bound: the proved upper bound, positive (a number or a tensor with one element).
-        observed: the measured value, not negative. NaN and infinity fail.
-        at_least: if given, the observed value must also reach ``at_least * bound``: the bound is tight.
-        digits: significant digits printed.
-
-    Raises:
-        AssertionError: the bound is broken, or ``at_least`` is not reached.
-        ValueError: the bound is not positive and finite, so that the check would say nothing.
+        name: what is compared, in words. bound: the proved upper bound; one that is not positive and finite is a ValueError,
+        since the check would say nothing. observed: the measured value. at_least: if given, ``at_least * bound`` must be
+        reached too: the bound is tight. digits: significant digits printed.
     """
     bound = _number(name, "bound", bound)
     if bound <= 0:
@@ -58,18 +52,13 @@ def check(name: str, bound: Any, observed: Any, at_least: float | None = None, d
         raise AssertionError(f"✗ {line}: a norm or a ratio cannot be negative")
     if at_least is not None and observed < at_least * bound * (1 - ALLOWANCE):
         raise AssertionError(f"✗ {line}: less than {at_least:g} of the bound is reached")
-    slack = max(0.0, 100 * (1 - observed / bound))
-    print(f"✓ {line} slack {slack:.1f} %")
+    print(f"✓ {line} slack {max(0.0, 100 * (1 - observed / bound)):.1f} %")
 
 
 def check_equal(name: str, expected: Any, observed: Any, tol: float = 1e-9, digits: int = 4) -> None:
-    """Assert that two numbers or arrays agree to ``tol``, absolute plus relative to the largest entry.
+    """Assert that two numbers or arrays of one shape agree to ``tol``, absolute plus relative to the largest entry.
 
-    A number is printed; of an array only the size is, since rounding errors are not reproducible.
-
-    Raises:
-        AssertionError: an entry differs by more than the tolerance, or is NaN.
-        ValueError: the shapes differ, or ``tol`` is not in (0, 0.1].
+    A number is printed; of an array only the size is, since rounding errors are not reproducible. NaN fails.
     """
     if not 0 < tol <= 0.1:
         raise ValueError(f"{name}: tol = {tol}: must be in (0, 0.1]")
@@ -88,11 +77,7 @@ def check_equal(name: str, expected: Any, observed: Any, tol: float = 1e-9, digi
 
 
 def check_broken(name: str, claimed: Any, observed: Any, digits: int = 4) -> None:
-    """Assert that a counter-example breaks a claimed bound: ``observed > claimed`` by more than rounding.
-
-    Raises:
-        AssertionError: the claimed bound holds after all.
-    """
+    """Assert that a counter-example breaks a claimed bound: ``observed > claimed`` by more than rounding."""
     claimed, observed = _number(name, "claimed", claimed), _number(name, "observed", observed)
     line = f"{name}: claimed {_show(claimed, digits)} observed {_show(observed, digits)}"
     if not observed > claimed * (1 + ALLOWANCE) + 1e-12:
@@ -101,10 +86,9 @@ def check_broken(name: str, claimed: Any, observed: Any, digits: int = 4) -> Non
 
 
 def grader(grade: Callable[..., None]) -> Callable[..., None]:
-    """Decorator for the graders of exercises: an unfinished answer is told "not yet", in one line.
+    """Decorator for the graders of exercises, which print ✓ or ✗ for each property that is asked for.
 
-    A grader prints ✓ or ✗ for each property that is asked for. If the answer is missing, has another shape or raises,
-    the reader gets that as a sentence instead of the traceback of code that is not theirs.
+    A missing answer, and one that raises, is told "not yet" in one line, without the traceback of code that is not the reader's.
     """
 
     @functools.wraps(grade)
@@ -122,9 +106,5 @@ def grader(grade: Callable[..., None]) -> Callable[..., None]:
 
 
 def jsonable(value: Any) -> Any:
-    """The same with infinities and NaN as None, also inside lists and dicts: JSON has neither."""
-    if isinstance(value, dict):
-        return {k: jsonable(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """The same with infinities and NaN as None, which JSON does not have, and tuples as lists."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)

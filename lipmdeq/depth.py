@@ -7,7 +7,6 @@ one application of f, within L. The report measures what is left of the equilibr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -54,71 +53,19 @@ class Depth:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """One sentence; :func:`lipmdeq.experiments.depth_table` shows all numbers."""
+        first = f"f(0) gives {self.same_label[0]:.1%} of its labels"
         if self.feed_forward:
-            return f"is feed-forward: f(0) gives {self.same_label[0]:.1%} of its labels"
+            return f"is feed-forward: {first}"
         gain = 100 * (self.accuracy_star - self.accuracy[0])
-        word = "gains" if gain >= 0 else "loses"
-        return (
-            f"uses its equilibrium: f(0) gives {self.same_label[0]:.1%} of its labels, "
-            f"and the iteration {word} {abs(gain):.1f} points of accuracy"
-        )
+        worth = f"{'gains' if gain >= 0 else 'loses'} {abs(gain):.1f} points of accuracy"
+        return f"uses its equilibrium: {first}, and the iteration {worth}"
 
     def to_dict(self) -> dict:
         return {**asdict(self), "tightness": self.tightness, "verdict": self.verdict}
 
-    @classmethod
-    def from_dict(cls, values: dict) -> Depth:
-        """From the field ``depth`` of a record."""
-        found = {k: values[k] for k in cls.__dataclass_fields__}
-        return cls(**{**found, "proved": math.inf if found["proved"] is None else found["proved"]})
-
     def __str__(self) -> str:
-        lines = [f"The model {self.verdict} ({self.images} images).", ""]
-        lines.append(f"{'evaluations':>12} {'accuracy':>9} {'label of z*':>12} {'‖f^k(0) − z*‖/‖z*‖':>20}")
-        for row in zip(self.steps, self.accuracy, self.same_label, self.distance, strict=True):
-            lines.append("{:>12} {:>9.2%} {:>12.2%} {:>20.2e}".format(*row))
-        lines.append(f"{'z*':>12} {self.accuracy_star:>9.2%} {1:>12.2%} {0:>20.2e}")
-        proved = f"{self.proved:.4g}" if math.isfinite(self.proved) else "none"
-        lines += [
-            "",
-            f"hidden ReLUs that switch between images: {self.switching:.1%}",
-            f"‖J‖₂ at z*: median {self.norm_median:.3g}, worst {self.norm_worst:.3g} (lower bounds, {self.probed} images)",
-            f"spectral radius at z*: median {self.radius_median:.3g}, worst {self.radius_worst:.3g} (estimates)",
-            f"proved L (test mode): {proved}; tightness {self.tightness:.2f}",
-            f"evaluations of f: {self.evaluations:.1f} on average; {self.converged:.1%} of the images converged",
-        ]
-        return "\n".join(lines)
-
-    def plot(self, ax=None):
-        """Accuracy against the number of evaluations, with z* as a line; returns the axes."""
-        import matplotlib.pyplot as plt
-
-        ax = ax or plt.subplots(figsize=(4.8, 3.0))[1]
-        ax.plot(self.steps, [100 * a for a in self.accuracy], marker="o", label="after k evaluations")
-        ax.axhline(100 * self.accuracy_star, linestyle="--", color="black", linewidth=1, label="at z*")
-        ax.set(xscale="log", xlabel="evaluations of f from z = 0", ylabel="accuracy, %", ylim=(0, 100))
-        ax.set_xticks(self.steps, [str(k) for k in self.steps])
-        ax.minorticks_off()
-        ax.legend()
-        return ax
-
-
-class _Switches:
-    """Counts for every hidden unit (channel and pixel) of the residual layers whether it was seen on and off."""
-
-    def __init__(self) -> None:
-        self.on: dict[int, Tensor] = {}
-        self.off: dict[int, Tensor] = {}
-
-    def see(self, index: int, active: Tensor) -> None:
-        on, off = active.any(0), (~active).any(0)
-        self.on[index] = on | self.on.get(index, on)
-        self.off[index] = off | self.off.get(index, off)
-
-    def share(self) -> float:
-        both = [self.on[i] & self.off[i] for i in self.on]
-        return sum(int(b.sum()) for b in both) / max(1, sum(b.numel() for b in both))
+        return f"The model {self.verdict} ({self.images} images)."
 
 
 @torch.no_grad()
@@ -131,12 +78,11 @@ def depth(
     solver: Solver | None = None,
     batch: int = 250,
 ) -> Depth:
-    """The depth report of a model on real images, in test mode.
+    """The depth report of a model on real images (on noise the numbers mean nothing), in test mode.
 
     Args:
-        model: an :class:`lipmdeq.model.MDEQ`. images: (B, C, H, W), real ones: on noise the numbers mean nothing. labels: (B,).
-        certificate: that of the model, if it is there already. solver: how z* is found; default Anderson to 1e-5 with at
-        most 100 evaluations. batch: images at a time.
+        model: an :class:`lipmdeq.model.MDEQ`. images: (B, C, H, W). labels: (B,). certificate: that of the model, if it is
+        there already. solver: how z* is found; default Anderson to 1e-5 with at most 100 evaluations. batch: images at a time.
     """
     if len(images) != len(labels) or not len(images):
         raise ValueError(f"labels = {len(labels)}: must be as many as images, {len(images)}, and at least one")
@@ -144,81 +90,51 @@ def depth(
     model.eval()
     try:
         solver = solver or Anderson(tol=1e-5, max_iter=100)
-        certificate = certificate or certify(model, images.shape[-1], measure=False, progress=False)
-        counts, switches = _Counts(), _Switches()
-        for start in range(0, len(images), batch):
-            _count(model, images[start : start + batch], labels[start : start + batch], solver, counts, switches)
-        proof = certificate.test
-        jacobian = _jacobian(model, images[:PROBED], solver, proof["D"])
+        proof = (certificate or certify(model, images.shape[-1], measure=False, progress=False)).test
+        *parts, units = zip(*(_seen(model, x, solver) for x in images.split(batch)), strict=True)
+        label, distance, nfe, converged = (torch.cat(part, -1) for part in parts)
+        *accuracy, accuracy_star = (label == labels.cpu()).double().mean(1).tolist()
         return Depth(
-            images=len(images), steps=list(STEPS), **counts.means(), switching=switches.share(),
-            **jacobian, proved=float(proof["perron"]), probed=min(PROBED, len(images)),
+            images=len(images), steps=list(STEPS), accuracy=accuracy, accuracy_star=accuracy_star,
+            same_label=(label[:-1] == label[-1]).double().mean(1).tolist(), distance=distance.median(1).values.tolist(),
+            switching=float(torch.stack(units).any(0).all(0).double().mean()), proved=float(proof["perron"]),
+            **_jacobian(model, images[:PROBED], solver, proof["D"]), probed=min(PROBED, len(images)),
+            evaluations=float(nfe.mean()), converged=float(converged.mean()),
         )  # fmt: skip
     finally:
         model.train(was)
 
 
-class _Counts:
-    """Sums over the batches."""
-
-    def __init__(self) -> None:
-        self.right, self.same = torch.zeros(2, len(STEPS), dtype=torch.double)
-        self.right_star, self.evaluations, self.converged = 0, 0.0, 0
-        self.distance: list[Tensor] = []
-
-    def means(self) -> dict:
-        distances = torch.cat(self.distance, 1)
-        n = distances.shape[1]
-        return dict(
-            accuracy=(self.right / n).tolist(),
-            accuracy_star=self.right_star / n,
-            same_label=(self.same / n).tolist(),
-            distance=distances.median(1).values.tolist(),
-            evaluations=self.evaluations / n,
-            converged=self.converged / n,
-        )
-
-
-def _norms(z: Iterable[Tensor]) -> Tensor:
-    return norms([t.double() for t in z]).cpu()
-
-
-def _count(model, x: Tensor, y: Tensor, solver: Solver, counts: _Counts, switches: _Switches) -> None:
-    """One batch: z*, then f^k(0) for each k, and the hidden units at z*."""
+def _seen(model: nn.Module, x: Tensor, solver: Solver) -> tuple[Tensor, ...]:
+    """What one batch shows. A column for each image: its label at every f^k(0) and at z*, its distances to z*, evaluations,
+    whether it converged; and a column for each hidden unit: whether it was seen on, and seen off, at z*.
+    """
     f, z0, _ = model.problem(x)
-    found = solver.solve(f, z0)
-    star, size = found.z, _norms(found.z).clamp_min(1e-30)
-    usual = model.solver.solve(f, z0)
-    label = model.head(star).argmax(1)
-    counts.right_star += int((label == y).sum())
-    counts.converged += int(found.converged.sum())
-    counts.evaluations += usual.nfe * len(y)
-    z, rows = z0, []
+    found, usual = solver.solve(f, z0), model.solver.solve(f, z0)
+    z, star, label, distance = z0, found.z, [], []
+    size = norms([t.double() for t in star]).clamp_min(1e-30)
     for k in range(1, STEPS[-1] + 1):
         z = f(z)
         if k in STEPS:
-            i, at_k = STEPS.index(k), model.head(z).argmax(1)
-            counts.right[i] += int((at_k == y).sum())
-            counts.same[i] += int((at_k == label).sum())
-            rows.append(_norms(a - b for a, b in zip(z, star, strict=True)) / size)
-    counts.distance.append(torch.stack(rows))
-    for i, active in enumerate(model.f.hidden(star, model.injected(x))):
-        switches.see(i, active)
+            label.append(model.head(z).argmax(1))
+            distance.append(norms([(a - b).double() for a, b in zip(z, star, strict=True)]) / size)
+    label.append(model.head(star).argmax(1))
+    hidden = model.f.hidden(star, model.injected(x))
+    units = torch.cat([torch.stack([on.any(0), (~on).any(0)]).flatten(1) for on in hidden], 1)
+    nfe, converged = torch.full((len(x),), float(usual.nfe)).double(), found.converged.double()
+    return torch.stack(label).cpu(), torch.stack(distance).cpu(), nfe, converged.cpu(), units.cpu()
 
 
-def _jacobian(model, x: Tensor, solver: Solver, d: list[float]) -> dict:
+def _jacobian(model: nn.Module, x: Tensor, solver: Solver, d: list[float]) -> dict[str, float]:
     """‖J‖₂, ‖D J D⁻¹‖₂ and the spectral radius at z* of each image."""
     f, z0, _ = model.problem(x)
-    star = solver.solve(f, z0).z
-    generator = torch.Generator().manual_seed(0)
-    with torch.enable_grad():
-        plain, weighted = JacobianProbe(f, star), JacobianProbe(f, star, d)
-    norm, radius = plain.norm(30, generator), plain.spectral_radius(generator=generator)
-    norm_d = weighted.norm(30, generator)
+    star, random = solver.solve(f, z0).z, torch.Generator().manual_seed(0)
+    plain, weighted = JacobianProbe(f, star), JacobianProbe(f, star, d)
+    norm, radius = plain.norm(30, random), plain.spectral_radius(generator=random)
     return dict(
         norm_median=float(norm.median()),
         norm_worst=float(norm.max()),
         radius_median=float(radius.median()),
         radius_worst=float(radius.max()),
-        norm_D_worst=float(norm_d.max()),
+        norm_D_worst=float(weighted.norm(30, random).max()),
     )

@@ -13,51 +13,45 @@ from lipmdeq.solvers import Anderson, Picard
 
 
 class JacobianProbe:
-    """J = ∂f/∂z at a list of branches z, as products with vectors; per sample, since samples do not mix."""
+    """D J D⁻¹ at a list of branches z, as products with vectors; per sample, since samples do not mix. Without weights D = I."""
 
-    def __init__(self, f, z: list[Tensor], weights: list[float] | None = None):
-        self.d = weights or [1.0] * len(z)
-        self.z = [t.detach().clone().requires_grad_() for t in z]
-        with torch.enable_grad():
-            self.fz = f(self.z)
+    def __init__(self, f, z: Sequence[Tensor], weights: Sequence[float] | None = None):
+        weights = weights or [1.0] * len(z)
+        self.y = [torch.zeros_like(t).requires_grad_() for t in z]
+        with torch.enable_grad():  # y ↦ D f(z + D⁻¹y), at y = 0
+            moved = [t.detach() + y / d for t, y, d in zip(z, self.y, weights, strict=True)]
+            self.fz = [d * t for t, d in zip(f(moved), weights, strict=True)]
             self.dummy = [torch.zeros_like(t).requires_grad_() for t in self.fz]
-            self.back = torch.autograd.grad(self.fz, self.z, self.dummy, create_graph=True)
+            self.back = torch.autograd.grad(self.fz, self.y, self.dummy, create_graph=True)
 
-    def jvp(self, v: list[Tensor]) -> list[Tensor]:
+    def jvp(self, v: Sequence[Tensor]) -> Sequence[Tensor]:
         """D J D⁻¹ v (two vector–Jacobian products make a Jacobian–vector product)."""
-        v = [t / d for t, d in zip(v, self.d, strict=True)]
-        out = torch.autograd.grad(self.back, self.dummy, v, retain_graph=True)
-        return [t * d for t, d in zip(out, self.d, strict=True)]
+        return torch.autograd.grad(self.back, self.dummy, v, retain_graph=True)
 
-    def vjp(self, v: list[Tensor]) -> list[Tensor]:
+    def vjp(self, v: Sequence[Tensor]) -> Sequence[Tensor]:
         """(D J D⁻¹)ᵀ v."""
-        v = [t * d for t, d in zip(v, self.d, strict=True)]
-        out = torch.autograd.grad(self.fz, self.z, v, retain_graph=True)
-        return [t / d for t, d in zip(out, self.d, strict=True)]
+        return torch.autograd.grad(self.fz, self.y, v, retain_graph=True)
 
     def norm(self, steps: int = 30, generator: torch.Generator | None = None) -> Tensor:
         """‖D J D⁻¹‖₂ for each sample by power iteration on JᵀJ: a lower bound at every step."""
-        v, best = _random_like(self.z, generator), 0.0
+        v, best = _random_like(self.y, generator), torch.zeros(())
         for _ in range(steps):
-            v = _scaled(v, 1 / norms(v).clamp_min(1e-30))
-            w = self.jvp(v)
-            best = torch.maximum(norms(w), torch.as_tensor(best))
+            w = self.jvp(_scaled(v, 1 / norms(v).clamp_min(1e-30)))
+            best = torch.maximum(norms(w), best)
             v = self.vjp(w)
         return best
 
     def spectral_radius(self, steps: int = 25, generator: torch.Generator | None = None) -> Tensor:
         """max |λ(J)| for each sample by Arnoldi iteration: an estimate."""
-        v = _random_like(self.z, generator)
+        v = _random_like(self.y, generator)
         basis = [_scaled(v, 1 / norms(v))]
         h = torch.zeros(len(v[0]), steps + 1, steps, dtype=torch.double, device=v[0].device)
         for k in range(steps):
             w = self.jvp(basis[k])
             for i, b in enumerate(basis):
-                coef = _dots(w, b)
-                h[:, i, k] = coef.double()
-                w = [x - coef[:, None, None, None] * y for x, y in zip(w, b, strict=True)]
-            size = norms(w)
-            h[:, k + 1, k] = size.double()
+                h[:, i, k] = coef = _dots(w, b)
+                w = [x - y for x, y in zip(w, _scaled(b, coef), strict=True)]
+            h[:, k + 1, k] = size = norms(w)
             basis.append(_scaled(w, 1 / size.clamp_min(1e-30)))
         return torch.linalg.eigvals(h[:, :steps].cpu()).abs().amax(1)
 
@@ -71,11 +65,11 @@ def _dots(x: Sequence[Tensor], y: Sequence[Tensor]) -> Tensor:
     return sum((a * b).flatten(1).sum(1) for a, b in zip(x, y, strict=True))
 
 
-def _random_like(z: list[Tensor], generator) -> list[Tensor]:
+def _random_like(z: Sequence[Tensor], generator: torch.Generator | None) -> list[Tensor]:
     return [torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device) for t in z]
 
 
-def _scaled(x: list[Tensor], s: Tensor) -> list[Tensor]:
+def _scaled(x: Sequence[Tensor], s: Tensor) -> list[Tensor]:
     return [t * s[:, None, None, None] for t in x]
 
 
@@ -90,11 +84,10 @@ class Measurement:
     def run(
         self, model: nn.Module, x: Tensor | int, d: list[float], tol: float, progress: bool
     ) -> tuple[list[dict], int | None]:
-        """(a row for each point, evaluations of f that Picard needed to ``tol``), in test mode.
+        """(a row for each point, evaluations of f that Picard needed to the relative residual ``tol``), in test mode.
 
-        Args:
-            model: an :class:`lipmdeq.model.MDEQ`. x: images (B, C, H, W), over which the largest values are taken, or the side
-            of two images of noise. d: weights of the norm of the proof. tol: relative residual. progress: show a bar.
+        x: images (B, C, H, W), over which the largest values are taken, or the side of two images of noise. d: weights of the
+        norm of the proof. progress: show a bar.
         """
         was_training, random = model.training, torch.Generator().manual_seed(self.seed)
         model.eval()
@@ -106,25 +99,21 @@ class Measurement:
                 f, z0, _ = model.problem(x.to(like.device, like.dtype))
                 picard = Picard(tol=tol, max_iter=200).solve(f, z0)
                 star = Anderson(tol=1e-5, max_iter=100).solve(f, z0).z
-            places = self._places(star, random)
-            bar = tqdm(places, desc="measuring", unit="point", disable=None if progress else True, leave=False)
-            rows = [{"at": at, **self._row(f, z, d, random)} for at, z in bar]
+            places = {"z*": star}
+            for k in range(1, self.random_points + 1):  # entries as large as those of z*
+                noise = zip(star, _random_like(star, random), strict=True)
+                places[f"random {k}"] = [(float(t.std()) + 1e-12) * r for t, r in noise]
+            rows = []
+            for at, z in tqdm(
+                places.items(), "measuring", unit="point", disable=None if progress else True, leave=False
+            ):
+                plain, weighted = JacobianProbe(f, z), JacobianProbe(f, z, d)
+                found = {
+                    "norm": plain.norm(self.power_steps, random),
+                    "norm_D": weighted.norm(self.power_steps, random),
+                }
+                found["spectral_radius"] = plain.spectral_radius(generator=random)
+                rows.append({"at": at, **{name: float(value.max()) for name, value in found.items()}})
             return rows, picard.nfe if bool(picard.converged.all()) else None
         finally:
             model.train(was_training)
-
-    def _places(self, star: list[Tensor], random: torch.Generator) -> list[tuple[str, list[Tensor]]]:
-        """z*, and points whose entries are as large as those of z*."""
-        scale = [float(t.std()) + 1e-12 for t in star]
-        points = (
-            [s * r for s, r in zip(scale, _random_like(star, random), strict=True)] for _ in range(self.random_points)
-        )
-        return [("z*", star), *((f"random {k}", z) for k, z in enumerate(points, 1))]
-
-    def _row(self, f, z: list[Tensor], d: list[float], random: torch.Generator) -> dict[str, float]:
-        plain, weighted = JacobianProbe(f, z), JacobianProbe(f, z, d)
-        return dict(
-            norm=float(plain.norm(self.power_steps, random).max()),
-            norm_D=float(weighted.norm(self.power_steps, random).max()),
-            spectral_radius=float(plain.spectral_radius(generator=random).max()),
-        )

@@ -5,12 +5,9 @@ Light: torch is imported only when a name that needs it is used for the first ti
 
 from lipmdeq import attach
 
-_NAMES = {
+_HOMES = {
     "datasets": "Choice choose load open_small",
     "files": "DataError",
     "images": "Dataset Split area_downsample crop_and_flip mean_std normalise",
 }
-_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
-
-__all__ = list(_HOME)
-__getattr__, __dir__ = attach(__name__, _HOME)
+__getattr__, __dir__, __all__ = attach(__name__, _HOMES)

@@ -6,7 +6,7 @@ Small sets live in memory; folders are streamed by workers behind the same inter
     >>> for x, y in data.train.batches(64, train=True, seed=0, epoch=0):  # x: (64, 1, 8, 8) float32
     ...     ...
 
-``python -m lipmdeq.data`` fetches and checks the files.
+``python -m lipmdeq data`` fetches and checks the files.
 """
 
 import dataclasses
@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 
 from lipmdeq.bounds.operations import check_whole
-from lipmdeq.data.fetch import TINY, digits_arrays
+from lipmdeq.data.fetch import SMALL, TINY, digits_arrays
 from lipmdeq.data.files import check_images, load_npz
 from lipmdeq.data.images import Dataset, Split, area_downsample, mean_std
 from lipmdeq.data.sampling import stratified_permutation
 from lipmdeq.data.streaming import open_folder
 
-SMALL = ("digits", "cifar10", TINY)  # kept in memory
 DIGITS_TEST = 360  # test images of the digits, a fifth
 
 

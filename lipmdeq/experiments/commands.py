@@ -1,17 +1,19 @@
-"""The shell commands that need torch: ``train``, ``cost``, ``certify``, ``depth``, ``tables``.
+"""The commands of ``python -m lipmdeq``. All but ``bound`` need torch and import it when they run, so that parsers are light.
 
-Parsers are light, torch is imported when they run.
+A command is one ``add_…`` function, which declares its arguments and sets ``run``; that one gets the parsed arguments and
+returns the exit code.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 
 from lipmdeq.bounds.operations import check_whole
-from lipmdeq.experiments.bound import parse_number
+from lipmdeq.experiments.bound import add_bound, parse_number
 from lipmdeq.experiments.parameters import OneSentence, RunConfig, RunError
 from lipmdeq.experiments.record import json_text, seal_file
-from lipmdeq.shell import INTERRUPTED, say
+from lipmdeq.experiments.shell import INTERRUPTED, Parser, say
 
 LARGEST_IMAGE = 1024  # norms of larger maps would take hours
 
@@ -160,13 +162,14 @@ def run_depth(args: argparse.Namespace) -> int:
     """Print the depth report of a checkpoint on the test images of its data set."""
     from lipmdeq.depth import depth
     from lipmdeq.experiments.checkpoints import load_checkpoint, load_model
+    from lipmdeq.experiments.report import depth_table
     from lipmdeq.experiments.training import test_images
 
     images = check_whole("images", args.images, 1, 10**9)
     model = load_model(args.checkpoint)
     cfg = RunConfig.from_mapping(load_checkpoint(args.checkpoint)["parameters"])
     report = depth(model, *test_images(cfg.changed(data_root=args.data_root), images))
-    print(json_text(report.to_dict()) if args.json else report)
+    print(json_text(report.to_dict()) if args.json else depth_table(report))
     return 0
 
 
@@ -188,3 +191,69 @@ def run_tables(args: argparse.Namespace) -> int:
     written = write(args.protocol, out=args.out, files=files)
     print(f"{len(written)} files in {written[0].parent}")
     return 0
+
+
+def add_data(commands) -> None:
+    """``data``: the larger data sets (``make data``)."""
+    parser = commands.add_parser("data", help="fetch the data sets", description="Fetch, check and convert data sets.")
+    names = "digits, cifar10, tiny-imagenet-25, or all (the default)"
+    parser.add_argument("names", nargs="*", metavar="name", help=names)
+    parser.add_argument("--root", default="data", help="folder of the data sets (default: data)")
+    tiny = "where tiny-imagenet-25.tar.xz is (default: $LIPMDEQ_TINY, data)"
+    parser.add_argument("--tiny", metavar="FILE", help=tiny)
+    parser.set_defaults(run=run_data)
+
+
+def run_data(args: argparse.Namespace) -> int:
+    """Fetch one set after the other; ``all`` asks for what can be had, only a set asked for by name fails without a source."""
+    from lipmdeq.data.fetch import SMALL, NoSource, fetch
+    from lipmdeq.data.files import DataError
+
+    everything, code = not args.names or "all" in args.names, 0
+    for name in SMALL if everything else args.names:
+        try:
+            fetch(name, args.root, args.tiny)
+        except (DataError, ValueError) as e:
+            skipped = everything and isinstance(e, NoSource)
+            print(f"{name}: {'skipped: ' if skipped else ''}{e}", file=sys.stderr)
+            code = code if skipped else 1
+    return code
+
+
+COMMANDS = (add_bound, add_train, add_cost, add_certify, add_depth, add_tables, add_seal, add_data)
+
+
+def _join_negatives(argv: list[str]) -> list[str]:
+    """Write ``-a -1e5`` as ``-a=-1e5``, which argparse would take for two options.
+
+    The two words after ``-p`` of ``train`` may be anything; a space before a "-" tells argparse that it is no option.
+    """
+    joined: list[str] = []
+    plain = 0  # words that are taken as they are
+    for word in argv:
+        if plain:
+            plain -= 1
+            joined.append(f" {word}" if word.startswith("-") else word)
+            continue
+        if argv[0] == "train" and (word == "-p" or len(word) > 2 and "--parameter".startswith(word)):
+            plain = 2
+        negative = word.startswith("-") and not isinstance(parse_number(word), str)
+        if negative and joined and joined[-1].startswith("-") and "=" not in joined[-1]:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def run(argv: list[str]) -> int:
+    """Run the command that ``argv`` names and return its exit code; bad input becomes one sentence on stderr and 1."""
+    parser = Parser(prog="python -m lipmdeq", description="Lipschitz multiscale DEQ")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for add in COMMANDS:
+        add(commands)
+    args = parser.parse_args(_join_negatives(argv))
+    try:
+        return args.run(args)
+    except (OneSentence, ValueError) as error:
+        say(f"lipmdeq {args.command}: {error}")
+        return 1

@@ -23,6 +23,7 @@ import pytest
 import torch
 from PIL import Image
 
+from lipmdeq.__main__ import main
 from lipmdeq.data import DataError, area_downsample, crop_and_flip, fetch, files, load, mean_std
 from lipmdeq.data.sampling import Plan, stratified_permutation
 
@@ -695,9 +696,9 @@ def test_damaged_tiny_is_refused_and_mended(tiny_root):
 def test_tiny_archive_missing_damaged_or_hostile(tmp_path, monkeypatch, capsys):
     root = tmp_path / "data"
     refused(lambda: fetch.fetch(TINY, root), f"{TINY}.tar.xz is missing", "LIPMDEQ_TINY", "make data")
-    assert fetch.main([TINY, "--root", str(root)]) == 1
+    assert main(["data", TINY, "--root", str(root)]) == 1
     monkeypatch.setattr(fetch, "fetch_cifar10", lambda r, w: files.save_npz(r / "cifar10.npz", {}))
-    assert fetch.main(["--root", str(root)]) == 0, "`all` goes on without it"
+    assert main(["data", "--root", str(root)]) == 0, "`all` goes on without it"
     assert "skipped" in capsys.readouterr().err
 
     elsewhere = tmp_path / "elsewhere.tar.xz"
@@ -821,7 +822,7 @@ def test_tiny_can_be_streamed(tiny_root):
 
 
 def test_command_line(tmp_path):
-    command = [sys.executable, "-m", "lipmdeq.data", "digits", "mnist", "--root", str(tmp_path)]
+    command = [sys.executable, "-m", "lipmdeq", "data", "digits", "mnist", "--root", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=REAL.parent)
     assert run.returncode == 1
     assert "digits: come with scikit-learn" in run.stdout

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lipmdeq import shell
 from lipmdeq.__main__ import main
+from lipmdeq.experiments import shell
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WEIGHTS = str(ROOT / "results" / "digits" / "lipschitz" / "seed0.ckpt")
 SMALL = "-p n 2 -p train_images 64 -p test_images 40 -p batch 16 -p device cpu".split()
 ENV = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHONIO", "PYTHONUTF8"))}
@@ -24,7 +24,7 @@ COMMANDS = {
     "help of train": ["lipmdeq", "train", "-h"],
     "help of bound": ["lipmdeq", "bound", "-h"],
     "certify": ["lipmdeq", "certify", WEIGHTS],
-    "data": ["lipmdeq.data", "digits"],
+    "data": ["lipmdeq", "data", "digits"],
     "help of trained": ["benchmarks.trained", "-h"],
 }
 
@@ -235,7 +235,7 @@ def test_one_of_several_processes_speaks(tmp_path):
     done = run([*launch, "-m", "lipmdeq", "train", "-p", "a", "7"], cwd=tmp_path)
     assert done.returncode != 0 and done.stderr.count("lipmdeq train: a = 7: must be in (0, 1]") == 1, done.stderr
     (tmp_path / "odd.py").write_text(
-        "import os\nfrom lipmdeq.shell import say\nsay(f'process {os.environ[\"RANK\"]}: trouble')\nsay('both')\n"
+        "import os\nfrom lipmdeq.experiments.shell import say\nsay(f'process {os.environ[\"RANK\"]}: trouble')\nsay('both')\n"
     )
     done = run([*launch, "odd.py"], cwd=tmp_path)
     assert [done.stderr.count(t) for t in ("process 0: trouble", "process 1: trouble", "both")] == [1, 1, 1], (
