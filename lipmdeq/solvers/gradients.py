@@ -77,8 +77,8 @@ def deq(f: Map, z0: State, *, solver=None, adjoint=None, pair=False, throw=False
     """z* = f(z*) with gradients to all that f closes over.
 
     Args:
-        f: z -> f(z; x, theta), tensor (B, ...) or list of tensors in, the same out. z0: where the solve starts.
-        solver: forward solver; default Anderson(). adjoint: gradient rule; default Implicit().
+        f, z0: z -> f(z; x, theta), tensor (B, ...) or list of tensors in, the same out; where the solve starts.
+        solver, adjoint: forward solver, default Anderson(); gradient rule, default Implicit().
         pair: keep (f(z_in), z_in) with graph in `solution.pair`, for `jacobian_regularisation`.
         throw: raise ConvergenceError if a sample does not converge.
         inputs: all tensors that f closes over and that want a gradient, as f uses them (parameters, injected input). With
@@ -86,8 +86,8 @@ def deq(f: Map, z0: State, *, solver=None, adjoint=None, pair=False, throw=False
         memory: a `Memory`, what was learnt by the last call, and by this one; saves evaluations.
 
     Returns:
-        (z, Solution). Without grad mode no graph is made and f is not called again; with it `nfe_total` tells whether
-        f was (the solver lets the evaluation that it expects to be the last record the graph, which saves a call).
+        (z, Solution). With grad mode `nfe_total` tells whether f was called again for its graph: the solver lets the
+        evaluation that it expects to be the last record it, which saves a call.
     """
     solver, rule, memory = solver or Anderson(), adjoint or Implicit(), memory or Memory()
     if not isinstance(rule, _RULES):
@@ -143,9 +143,7 @@ def _unroll(f: Map, z0: State, k: int, solver: Solver, throw: bool) -> tuple[Sta
 def jacobian_regularisation(fz: State, z: State, samples: int = 2) -> Tensor:
     """Hutchinson estimate of ||J||_F^2 / d, mean over the batch (Bai, Koltun, Kolter 2021): E ||v J||^2, v ~ N(0, I).
 
-    Args:
-        fz, z: a pair with graph from z to fz = f(z) (`deq(..., pair=True)`), tensors or lists; d = numel per sample.
-        samples: number of random v. The result can be differentiated.
+    fz = f(z), with graph from z (`deq(..., pair=True)`); d = numel per sample; `samples` random v. Can be differentiated.
     """
     samples, fs, estimate = check_whole("samples", samples), branches(fz), 0.0
     for _ in range(samples):

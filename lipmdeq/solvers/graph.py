@@ -44,10 +44,8 @@ class Recorder:
 
 def attached(recorder: Recorder, how: tuple, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Branches of f(z_in), whose backward solves for the cotangent; how = gradient rule, Solution of the forward solve, Memory.
-
-    They are a function of `inputs`, where these are all that f depends on and have no hooks; else, the plain way, of f(z_in)
-    itself, whose own graph takes the cotangent on.
-    """
+    A function of `inputs`, where these are all that f depends on and have no hooks; else, the plain way, of f(z_in) itself,
+    whose own graph takes the cotangent on."""
     unique = {_end(t): t for t in inputs if t.requires_grad}
     if unique and not any(map(_hooked, unique.values())) and _complete(recorder, unique):
         return _Attached.apply(recorder, how, [get_gradient_edge(t) for t in unique.values()], *unique.values())

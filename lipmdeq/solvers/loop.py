@@ -30,8 +30,7 @@ class Solver(Options):
         tol: a sample has converged when its residual is below tol; 0 runs all max_iter evaluations.
         max_iter, min_iter: most evaluations of f, and those before a sample may have converged.
         relative: residual ||f(z)-z|| / ||f(z)|| (as in the paper), else ||f(z)-z||; norms over all branches.
-        stop: "worst" ends when every sample has converged, each frozen at its own time; "mean" ends when the mean
-            residual of the batch is below tol, and freezes none.
+        stop: "worst": when every sample has converged, each frozen at its own time; "mean": when their mean is below tol.
     """
 
     tol: float = checked(1e-3, check_range, 0, np.inf, "[)")
