@@ -38,7 +38,7 @@ class Solver(Options):
     min_iter: int = checked(1, check_whole)
     relative: bool = True
     stop: str = checked("worst", check_choice, ("worst", "mean"))
-    step: ClassVar[type]
+    _step: ClassVar[type]
 
     def __post_init__(self):
         super().__post_init__()
@@ -78,7 +78,7 @@ def iterate(options: Solver, calls: Calls, expect: int | None) -> Solution:
         fz = calls(z, last)
         if k == 1:
             for dtype in (None, torch.float64):  # double precision where products would leave the range of single
-                step = options.step(Layout(fz, dtype), options)
+                step = options._step(Layout(fz, dtype), options)
                 r, size = step.measure(z, fz)
                 if ((size > 1e-12) & (size < 1e15) & (r < 1e15)).all():
                     break
@@ -169,7 +169,7 @@ class Picard(Solver):
     damping: float = checked(1.0, check_range, 0, 1, "(]")
     L: float | None = checked(None, check_range, 0, 1, "[)")
     steps: int | str | None = None
-    step: ClassVar[type] = PicardStep
+    _step: ClassVar[type] = PicardStep
 
     def __post_init__(self):
         super().__post_init__()
@@ -199,7 +199,7 @@ class Anderson(Solver):
     m: int = checked(6, check_whole, 2)
     ridge: float = checked(1e-4, check_range)
     beta: float = checked(1.0, check_range, 0, 1, "(]")
-    step: ClassVar[type] = AndersonStep
+    _step: ClassVar[type] = AndersonStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,4 +211,4 @@ class Broyden(Solver):
     """
 
     m: int = checked(60, check_whole)
-    step: ClassVar[type] = BroydenStep
+    _step: ClassVar[type] = BroydenStep
