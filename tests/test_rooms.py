@@ -27,7 +27,6 @@ LONG = {  # longer functions, and why
     "lipmdeq.data.datasets.load": "one branch for each data set",
     "lipmdeq.experiments.bound._table": "a page of output, line by line",
     "lipmdeq.experiments.report.make_record": "all fields of a record in one place",
-    "lipmdeq.solvers.gradients.deq": "the one entry to all gradient rules",
 }
 MANY = {  # functions with more parameters, and why
     "lipmdeq.norms.geometry.geometry_of": "the arguments of torch.nn.Conv2d",

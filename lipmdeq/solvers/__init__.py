@@ -4,6 +4,5 @@ Nothing here knows a model.
 """
 
 from lipmdeq.solvers.gradients import JFB, Implicit, Neumann, Phantom, Unrolled, deq, jacobian_regularisation
-from lipmdeq.solvers.layout import Room
 from lipmdeq.solvers.loop import Anderson, Broyden, Picard, Solver
 from lipmdeq.solvers.solution import ConvergenceError, Memory, Solution, SolverWarning

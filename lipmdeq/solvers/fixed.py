@@ -1,12 +1,7 @@
-"""Picard iteration whose number of steps is known beforehand: fixed, foreseen from the observed rate, or proved from L.
-
-No evaluation waits for a decision of the host. `options` is a `loop.Picard`.
-"""
-
-from __future__ import annotations
+"""Picard iteration whose number of steps is known beforehand (fixed, foreseen from the observed rate, or proved from L), so
+that no evaluation waits for a decision of the host. `options` is a `loop.Picard`."""
 
 import math
-import warnings
 
 import numpy as np
 import torch
@@ -14,41 +9,42 @@ from torch import Tensor
 
 from lipmdeq.bounds import banach
 from lipmdeq.solvers.layout import Layout, norms, select
-from lipmdeq.solvers.solution import Map, Solution, SolverWarning, State
-from lipmdeq.solvers.track import Calls, conclude
+from lipmdeq.solvers.solution import Calls, Solution
 
-WORTH_CAPTURING = 4  # evaluations in a row: to capture one costs about as much as to run it
+BLOCK = 5  # evaluations between two looks at the residuals, at most, once one was seen
 
 
 def in_blocks(options, calls: Calls, expect: int | None) -> Solution:
     """`options.steps` evaluations, then one look at the residuals; "auto": blocks of evaluations with a look after each.
 
-    The first block is as long as is expected: by the last solve, by L (Banach, from z = 0), else `check` evaluations. The
-    next ones are as long as the slowest sample still needs at the rate that was seen, but at most `check`. No sample stops
-    before the others.
+    The first block is as long as is expected: by the last solve, by L (Banach, from z = 0), else BLOCK; the next ones as long
+    as the slowest sample still needs at the rate that was seen, at most BLOCK. No sample stops before the others.
     """
-    auto, z, before = options.steps == "auto", calls.z0, None
-    todo = options.steps
+    todo, auto, before, z, fz = options.steps, options.steps == "auto", None, calls.z0, None
     if auto:
-        known = banach.steps(options.L, options.tol) + 1 if options.L is not None else options.check
+        known = BLOCK if options.L is None else banach.steps(options.L, options.tol) + 1
         todo = min(max(expect or known, options.min_iter), options.max_iter)
-    while True:
-        for i in range(todo):
-            if i == 1 and todo - 1 > WORTH_CAPTURING and z[0].is_cuda:
-                calls.f = captured(calls.f, calls.pack(z))
-            fz = calls(z, last=i == todo - 1)
-            if i < todo - 1:
+    while todo > 0:
+        for left in reversed(range(todo)):
+            if fz is not None:
                 before, z = z, _step(options, z, fz)
-        r, size, rate = _look(options, before if auto else None, z, fz)
+            fz = calls(z, last=left == 0)
+        *move, r, size = _look(before, z, fz)
         value = r / np.maximum(size, 1e-300) if options.relative else r
-        need = np.log(options.tol / value) / np.log(rate) if auto else None  # evaluations more; below 0: fewer
-        left = options.max_iter - calls.nfe
-        open_ = np.isfinite(value) & (value >= options.tol)
-        if not auto or not open_.any() or not left:
-            return _conclude(options, calls, (z, fz), (r, value), need)
-        before, z = z, _step(options, z, fz)
-        worst = np.where(open_ & (rate < 1), need, options.check)[open_].max()
-        todo = int(min(max(math.ceil(worst), 1), options.check, left))
+        rate = r / (move[0] / options.damping) if move else np.full_like(r, np.nan)
+        need = np.log(options.tol / value) / np.log(rate)  # evaluations more; below 0: fewer
+        late = np.where(rate < 1, need, BLOCK)[np.isfinite(value) & (value >= options.tol)]
+        more = min(max(math.ceil(late.max()), 1), BLOCK) if auto and late.size else 0
+        todo = min(more, options.max_iter - calls.nfe)
+    status = np.where(np.isfinite(value), np.where(value < options.tol, 0, 1), 3)
+    solution = _conclude(calls, (z, fz), value, status)
+    solution.final_used = calls.by_final and "nan" not in solution.reasons
+    if auto and solution.reason == "converged":
+        spare = math.floor(-np.clip(np.nan_to_num(need), -calls.nfe, 0).max())
+        solution.expect = max(options.min_iter, calls.nfe - spare, 1)
+    if options.L is not None:
+        solution.error = torch.from_numpy(np.where(status < 3, options.L / (1 - options.L) * r, np.nan))
+    return solution
 
 
 def _step(options, z: list[Tensor], fz: list[Tensor]) -> list[Tensor]:
@@ -57,64 +53,22 @@ def _step(options, z: list[Tensor], fz: list[Tensor]) -> list[Tensor]:
     return [torch.lerp(p.to(t.dtype), t, options.damping) for p, t in zip(z, fz, strict=True)]
 
 
-def _look(options, before: list[Tensor] | None, z: list[Tensor], fz: list[Tensor]) -> tuple:
-    """||f(z)-z||, ||f(z)|| and the rate of the last step (nan if there was none), (B,) each, in one copy to the host."""
-    points = [z, fz] if before is None else [before, z, fz]
-    for dtype in (None, torch.float64):  # double precision where squares leave the range of single
-        layout = Layout(fz, dtype)
-        flat = layout.empty(len(points))
-        for i, point in enumerate(points):
-            layout.pack(point, flat[i])
-            if i:
-                torch.sub(flat[i], flat[i - 1], out=flat[i - 1])
-        *moves, size = norms(flat)
-        if layout.dtype == torch.float64 or ((size > 1e-12) & (size < 1e15) & (moves[-1] < 1e15)).all():
-            break
-    rate = np.full_like(size, np.nan) if before is None else moves[1] / (moves[0] / options.damping)
-    return moves[-1], size, rate
+def _look(*points: list[Tensor] | None) -> np.ndarray:
+    """The norms of the moves from each point to the next, and of the last point, (B,) each, in one copy to the host."""
+    points = [p for p in points if p is not None]
+    layout = Layout(points[-1])
+    flat = layout.empty(len(points))
+    for i, point in enumerate(points):
+        layout.pack(point, flat[i])
+        if i:
+            torch.sub(flat[i], flat[i - 1], out=flat[i - 1])
+    return norms(flat)
 
 
-def _conclude(options, calls: Calls, found: tuple, measured: tuple, need: np.ndarray | None) -> Solution:
-    """z = f(z_in) of all samples; one that left the numbers returns to z_0."""
-    (z_in, z), (r, value) = found, measured
-    finite = np.isfinite(value)
-    status = np.where(finite, np.where(value < options.tol, 0, 1), 3)
-    if not finite.all():
-        z, z_in = select(~finite, calls.z0, z), select(~finite, calls.z0, z_in)
-    solution = conclude(calls, (z, z_in), [np.where(finite, value, np.nan)], status)
-    solution.final_used = calls.final is not None and bool(finite.all())
-    if need is not None and solution.reason == "converged":
-        spare = math.floor(-np.clip(np.nan_to_num(need), -calls.nfe, 0).max())
-        solution.expect = max(options.min_iter, calls.nfe - spare, 1)
-    if options.L is not None:
-        solution.error = torch.from_numpy(np.where(finite, options.L / (1 - options.L) * r, np.nan))
-    return solution
-
-
-def captured(f: Map, z: State) -> Map:
-    """f as a CUDA graph, for the evaluations without gradient of one solve: they are launched as a whole.
-
-    Written after the documentation of torch; it has not been run on a GPU. Where f cannot be captured, f itself is returned.
-    """
-    single = isinstance(z, Tensor)
-    here, graph = [t.clone() for t in ([z] if single else z)], torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            out = f(here[0] if single else here)
-    except RuntimeError as e:
-        warnings.warn(f"f was not captured as a CUDA graph ({e})", SolverWarning, stacklevel=2)
-        return f
-
-    def replay(z: State) -> State:
-        for a, b in zip(here, [z] if single else z, strict=True):
-            a.copy_(b)
-        graph.replay()
-        return out.clone() if single else [t.clone() for t in out]
-
-    return replay
-
-
-# ---- the number of steps proved from L -----------------------------------------------------------------------------
+def _conclude(calls: Calls, found: tuple, value: np.ndarray, status: np.ndarray) -> Solution:
+    """found = (z_in, z) of all samples; one that left the numbers returns to z_0."""
+    z_in, z = (select(status == 3, calls.z0, t) for t in found)
+    return calls.solution(z, z_in, [np.where(status < 3, value, np.nan)], status)
 
 
 def proved_count(options, r0: np.ndarray | None, s0: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -127,7 +81,7 @@ def proved_count(options, r0: np.ndarray | None, s0: np.ndarray | None) -> tuple
     L, tol = options.L, options.tol
     q = 1 - options.damping * (1 - L)
     if r0 is None:
-        top, bottom, drop = np.array([1 + L]), np.array([1.0]), np.array([L])
+        top, bottom, drop = np.array([[1 + L], [1.0], [L]])
     else:
         top, drop = r0, L * r0 / (1 - L)
         bottom = s0 - drop
@@ -145,38 +99,17 @@ def a_priori(options, calls: Calls) -> Solution:
     """Every sample stops after its own number of steps; one without a proof, or that leaves the numbers, spoils no other."""
     z, b = calls.z0, len(calls.z0[0])
     need, bound = np.zeros(b, int), np.full(b, np.nan)  # evaluations of each sample, 0 while there is no proof
-    if options.relative and not torch.stack([_largest(t).amax() for t in z]).any():
+    if options.relative and not any(t.any() for t in z):
         need[:], bound[:] = proved_count(options, None, None)
-    least, last = _ends(need, options.max_iter)
-    while calls.nfe < last:
+    while calls.nfe < options.max_iter and (need.min() == 0 or calls.nfe < need.max()):
         fz = calls(z)
-        if not least:  # from here on, where there was no proof from an earlier point
-            k, found = proved_count(options, *_look(options, None, z, fz)[:2])
+        if need.min() == 0:  # from here on, where there was no proof from an earlier point
+            k, found = proved_count(options, *_look(z, fz))
             fresh = (need == 0) & (k > 0)
             need[fresh], bound[fresh] = k[fresh] + calls.nfe - 1, found[fresh]
-            least, last = _ends(need, options.max_iter)
-        fz = _step(options, z, fz)
-        if least < calls.nfe and (over := (need > 0) & (need < calls.nfe)).any():
-            fz = select(over, z, fz)
-        z = fz
-    finite = torch.stack([_largest(t) for t in z]).isfinite().all(0).cpu().numpy()
-    if not finite.all():
-        z = select(~finite, calls.z0, z)  # the last point that is known to be finite
+        z = select((need > 0) & (need < calls.nfe), z, _step(options, z, fz))
     done = (need > 0) & (need <= calls.nfe)
-    status = np.where(finite, np.where(done, 0, 1), 3)
-    solution = conclude(calls, (z, z), [np.where(done & finite, bound, np.nan)], status)
-    solution.steps = torch.from_numpy(np.where(done, np.minimum(need, calls.nfe), calls.nfe))
+    status = np.where(np.isfinite(_look(z)[0]), np.where(done, 0, 1), 3)
+    solution = _conclude(calls, (z, z), np.where(done, bound, np.nan), status)
+    solution.steps = torch.from_numpy(np.where(done, need, calls.nfe))
     return solution
-
-
-def _ends(need: np.ndarray, cap: int) -> tuple[int, int]:
-    """The smallest number of evaluations that a sample needs (0: one has no proof yet), and the largest for all."""
-    least = int(need.min())
-    return least, min(cap, int(need.max())) if least else cap
-
-
-def _largest(t: Tensor) -> Tensor:
-    """The largest absolute value of each sample, (B,); not finite where something in it is not."""
-    if t[0].numel() == 0:
-        return t.new_zeros(len(t))
-    return t.abs().unsqueeze(-1).amax(tuple(range(1, t.dim() + 1)))

@@ -1,83 +1,61 @@
-"""Fixed-point solvers for z = f(z): Picard (Banach), Anderson, Broyden.
+"""Fixed-point solvers for z = f(z): Picard (Banach), Anderson, Broyden; the loop that they share.
 
 A state is a tensor of shape (B, ...) or a list of such tensors (the branches of an MDEQ). Samples of a batch are
-independent problems: every sample has its own residual, its own weights and its own stopping time, so that its result
-does not depend on its neighbours. Anderson and Broyden carry the same safeguard (`safeguard.Safeguard`): on a
-contraction they always converge, and are never more than one evaluation behind the bound of Banach's theorem.
-
-Solvers are options and remember nothing: what a solve may take over from the last one goes in (`expect`, `room`) and comes
-out (`Solution.expect`).
+independent problems, each with its own residual, weights and stopping time: its result does not depend on its neighbours.
+Solvers are options and remember nothing: what a solve may take over goes in (`expect`) and comes out (`Solution.expect`).
 """
 
-from __future__ import annotations
-
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from lipmdeq.bounds import check_choice, check_range, check_whole
 from lipmdeq.solvers.fixed import a_priori, in_blocks
-from lipmdeq.solvers.layout import Layout, Room
-from lipmdeq.solvers.solution import ConvergenceError, Map, Solution, SolverWarning, State, number, require, whole
+from lipmdeq.solvers.layout import Layout, Map, State, select
+from lipmdeq.solvers.solution import Calls, ConvergenceError, Options, Solution, SolverWarning, checked
 from lipmdeq.solvers.steps import AndersonStep, BroydenStep, PicardStep
-from lipmdeq.solvers.track import Calls, Track
 
-SLACK = (
-    3.0  # the next evaluation may be the last if its residual is guessed below SLACK * tol (tol, if more are expected)
-)
+DIVERGED = 1e6  # a residual that grew by this factor will not come back
+SLACK = 3.0  # the next evaluation may be the last if its residual is guessed below SLACK tol; tol, if more are expected
 
 
 @dataclass(frozen=True, kw_only=True)
-class Solver:
+class Solver(Options):
     """Options of every solver.
 
     Attributes:
         tol: a sample has converged when its residual is below tol; 0 runs all max_iter evaluations.
-        max_iter: largest number of evaluations of f.
-        min_iter: evaluations before a sample may have converged.
+        max_iter, min_iter: most evaluations of f, and those before a sample may have converged.
         relative: residual ||f(z)-z|| / ||f(z)|| (as in the paper), else ||f(z)-z||; norms over all branches.
-        stop: "worst" ends when every sample has converged, each frozen at its own time; "mean" ends when the mean
-            residual of the batch is below tol, and freezes none.
+        stop: "worst": when every sample has converged, each frozen at its own time; "mean": when their mean is below tol.
     """
 
-    tol: float = 1e-3
-    max_iter: int = 50
-    min_iter: int = 1
+    tol: float = checked(1e-3, check_range, 0, np.inf, "[)")
+    max_iter: int = checked(50, check_whole)
+    min_iter: int = checked(1, check_whole)
     relative: bool = True
-    stop: str = "worst"
+    stop: str = checked("worst", check_choice, ("worst", "mean"))
+    _step: ClassVar[type]
 
     def __post_init__(self):
-        require(number(self.tol) and self.tol >= 0, "tol", self.tol, ">= 0")
-        require(isinstance(self.relative, bool), "relative", repr(self.relative), "True or False")
-        require(whole(self.max_iter, 1), "max_iter", self.max_iter, "a whole number >= 1")
-        require(whole(self.min_iter, 1), "min_iter", self.min_iter, "a whole number >= 1")
-        require(self.stop in ("worst", "mean"), "stop", repr(self.stop), "'worst' or 'mean'")
+        super().__post_init__()
+        if not isinstance(self.relative, bool):
+            raise ValueError(f"relative = {self.relative!r}: must be True or False")
 
-    def solve(
-        self,
-        f: Map,
-        z0: State,
-        *,
-        throw: bool = False,
-        final: Map | None = None,
-        expect: int | None = None,
-        room: Room | None = None,
-    ) -> Solution:
+    def solve(self, f: Map, z0: State, *, throw=False, final: Map | None = None, expect: int | None = None) -> Solution:
         """Solve z = f(z) from z0, without graph.
 
         Args:
-            f: map of the batch, z -> f(z), same structure and shapes.
-            z0: tensor (B, ...) or list of such tensors.
+            f, z0: map of the batch, z -> f(z), same structure and shapes; where it starts.
             throw: raise ConvergenceError instead of a warning when a sample did not converge.
             final: replaces f in the evaluation that is expected to be the last (there `gradients.deq` records the graph).
             expect: evaluations that this solve should take, `Solution.expect` of the last one; a guess for `final`.
-            room: memory for the history, kept by the caller for its next solve.
         """
         with torch.no_grad(), np.errstate(all="ignore"):
-            solution = self._run(Calls(f, z0, final), expect, room or Room())
+            solution = self._run(Calls(f, z0, final), expect)
         if solution.reason != "converged" and self.tol > 0:
             if throw:
                 raise ConvergenceError(solution)
@@ -85,102 +63,127 @@ class Solver:
             warnings.warn(text, SolverWarning, stacklevel=1)
         return solution
 
-    def _run(self, calls: Calls, expect: int | None, room: Room) -> Solution:
-        return iterate(self, calls, expect, room)
+    def _run(self, calls: Calls, expect: int | None) -> Solution:
+        return iterate(self, calls, expect)
 
     def target(self, size: np.ndarray) -> np.ndarray:
         """The residual norm (B,) to reach, where ||f(z)|| is `size`."""
         return self.tol * size if self.relative else np.full_like(size, self.tol)
 
 
-def iterate(options: Solver, calls: Calls, expect: int | None, room: Room) -> Solution:
+def iterate(options: Solver, calls: Calls, expect: int | None) -> Solution:
     """The loop of every solver: evaluate, measure, stop or propose the next point."""
-    z, before, held = calls.z0, (calls.z0, calls.z0), None
-    last = calls.final is not None and expect == 1
-    for k in range(options.max_iter):
+    z, before, last = calls.z0, (calls.z0, calls.z0), expect == 1
+    for k in range(1, options.max_iter + 1):
         fz = calls(z, last)
-        if k == 0:
-            step, (r, size) = _first(options, room, z, fz)
-            track, exact = Track(options, step.layout), _without_autocast(step.layout.device.type)
+        if k == 1:
+            for dtype in (None, torch.float64):  # double precision where products would leave the range of single
+                step = options._step(Layout(fz, dtype), options)
+                r, size = step.measure(z, fz)
+                if ((size > 1e-12) & (size < 1e15) & (r < 1e15)).all():
+                    break
+            track = Track(options, step.layout)
+            held = np.zeros_like(track.kept)  # samples whose z was put back to their best point
         else:
             r, size = step.measure(z, fz)
         track.observe(r, size, (z, fz), before)
-        if track.done or k == options.max_iter - 1:
+        if track.done or k == options.max_iter:
             break
-        with exact:
-            z_next = step.propose(r, size, track.active)
-        if calls.final:
-            slack = SLACK if expect is None or k + 2 >= expect else 1.0
-            near = step.guess() < slack * options.target(size)
-            last = k + 2 == expect or bool(near[track.active].all())
-        if track.stopped:
-            # Broken samples return to their best point, for the graph all stopped ones; else they run on, ignored.
-            held = track.kept & ~track.active if last else track.bad
-            if held.any():
-                z_next = track.patch(0, z_next, held)
-                step.moved(z_next)
-        before, z = (z, fz), z_next
-    step.close()
+        before, z = (z, fz), step.propose(r, size, track.active)
+        slack = SLACK if expect is None or k + 1 >= expect else 1.0
+        near = step.guess() < slack * options.target(size)
+        last = k + 1 == expect or bool(near[track.active].all())
+        # Broken samples return to their best point, for the graph all stopped ones; else they run on, ignored.
+        held = track.kept & ~track.active if last else track.status > 1
+        if held.any():
+            z = select(held, track.saved[0], z)
+            step.moved(z)
     del step, before  # the history, before copies are made
-    if not track.kept.any():
-        return track.solution(calls, fz, z, last)
-    used = last and held is not None and not (track.kept & ~held).any()
-    z_in = z if used or calls.final is None else track.patch(0, z, track.kept)
-    return track.solution(calls, track.patch(1, fz, track.kept), z_in, used)
+    used = calls.by_final and not (track.kept & ~held).any()
+    z_in = z if used else select(track.kept, track.saved[0], z)
+    found = calls.solution(select(track.kept, track.saved[1], fz), z_in, track.history, track.status)
+    found.reason = "converged" if track.mean and track.active.all() else found.reason
+    found.expect = found.nfe if found.reason == "converged" else None
+    found.steps, found.final_used = torch.from_numpy(track.steps), used
+    return found
 
 
-def _first(options: Solver, room: Room, z: list[Tensor], fz: list[Tensor]) -> tuple:
-    """The proposals and the first measurement; in double precision where squares would leave the range of single."""
-    step = options.step(Layout(fz), room)
-    r, size = step.measure(z, fz)
-    if step.layout.dtype == torch.float32 and not ((size > 1e-12) & (size < 1e15) & (r < 1e15)).all():
-        step = options.step(Layout(fz, torch.float64), room)
-        r, size = step.measure(z, fz)
-    return step, (r, size)
+class Track:
+    """Residuals, stopping, and the best evaluation (z, f(z)) of every sample, which is saved only when it would be lost:
+    when a sample stops before the others do, or when its residual grows."""
 
+    def __init__(self, options: Solver, layout: Layout):
+        b, self.options, self.history, self.done = layout.b, options, [], False
+        self.status, self.steps, self.active = np.ones(b, int), np.zeros(b, int), np.ones(b, bool)  # places in STATUS
+        self.best, self.kept = np.full(b, np.inf), np.zeros(b, bool)  # kept: the best evaluation is in `saved`
+        self.rounding = 8 * torch.finfo(layout.dtype).eps
 
-def _without_autocast(device: str) -> AbstractContextManager:
-    """Autocast is for f: the solver's own products stay in the work dtype."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    def observe(self, r: np.ndarray, size: np.ndarray, here: tuple, before: tuple) -> None:
+        """Record one evaluation, here = (z, f(z)), with ||f(z)-z|| and ||f(z)|| (B,); before is the previous one."""
+        options, active = self.options, self.active
+        value = r / np.maximum(size, 1e-300) if options.relative else r
+        if not self.history:
+            self.saved = here[1], here[1]  # states of their kind, no sample of which is kept yet
+            self.limit = DIVERGED * np.maximum(r, size) if options.tol > 0 else np.inf
+        else:
+            value = np.where(active, value, self.history[-1])
+        self.history.append(value)
+        self.steps[active] = k = len(self.history)
+        finite = np.isfinite(r) & np.isfinite(size)
+        self.status[active & ~(finite & (r <= self.limit))] = 2
+        self.status[active & ~finite] = 3
+        bad = self.status > 1
+        # Below the rounding level of the state all evaluations are equally good: the last one is kept.
+        better = value < np.maximum(self.best, self.rounding * (1.0 if options.relative else size))
+        better &= active & ~bad
+        lost = active & ~better & ~self.kept
+        self._save(lost, before)
+        self.best, self.kept = np.where(better, value, self.best), (self.kept & ~better) | lost
+        may = k >= min(options.min_iter, options.max_iter)
+        self.status[active & ~bad & (value < options.tol) & may] = 0
+        self.active = self.status == 1 if options.stop == "worst" else ~bad
+        self.mean = options.stop == "mean" and may and self.active.any() and value[self.active].mean() < options.tol
+        self.done = not self.active.any() or self.mean
+        if not self.done:
+            early = active & ~self.active & ~bad
+            self._save(early, here)
+            self.kept |= early
+
+    def _save(self, mask: np.ndarray, evaluation: tuple) -> None:
+        self.saved = [select(mask, now, old) for now, old in zip(evaluation, self.saved, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picard(Solver):
-    """z <- f(z), Banach's iteration; z <- (1-damping) z + damping f(z).
-
-    With a constant L < 1 of f (in l2) the number of steps comes from the a-priori bound, see `fixed.proved_count`, and no
-    residual is computed: `residuals` is then one row, the proved bound, and z the last iterate itself, after that many calls.
-
-    With `steps` the host decides nothing inside a solve: it looks at one row of residuals afterwards, and L, if it is
-    given, turns them into the proved `Solution.error`.
+    """z <- f(z), Banach's iteration.
 
     Attributes:
+        damping: z <- (1-damping) z + damping f(z).
+        L: a constant < 1 of f (in l2). The number of steps then comes from the a-priori bound (`fixed.proved_count`), and no
+            residual is computed: `residuals` is one row, the proved bound, and z the last iterate, after that many calls.
         steps: this many evaluations, whatever max_iter says; "auto": as many as the last solve, L or the observed rate
-            foretells, the residuals being read after them and then every `check` evaluations; None: read after each.
+            foretells. The host reads one row of residuals after them ("auto": and every few more); L turns it into the
+            proved `Solution.error`.
     """
 
-    damping: float = 1.0
-    L: float | None = None
+    damping: float = checked(1.0, check_range, 0, 1, "(]")
+    L: float | None = checked(None, check_range, 0, 1, "[)")
     steps: int | str | None = None
-    check: int = 5
+    _step: ClassVar[type] = PicardStep
 
     def __post_init__(self):
         super().__post_init__()
-        require(number(self.damping) and 0 < self.damping <= 1, "damping", self.damping, "in (0, 1]")
-        require(self.L is None or number(self.L) and 0 <= self.L < 1, "L", self.L, "in [0, 1), or None")
-        fixed = self.steps is None or self.steps == "auto" or whole(self.steps, 1)
-        require(fixed, "steps", repr(self.steps), "a whole number >= 1, 'auto' or None")
-        require(whole(self.check, 1), "check", self.check, "a whole number >= 1")
-        counted = self.steps == "auto" or self.steps is None and self.L is not None
-        require(not counted or self.tol > 0, "tol", self.tol, "> 0 if L is given, or steps = 'auto'")
+        if isinstance(self.steps, str) and self.steps != "auto":
+            raise ValueError(f"steps = {self.steps!r}: must be a whole number >= 1, 'auto' or None")
+        if self.steps not in (None, "auto"):
+            object.__setattr__(self, "steps", check_whole("steps", self.steps))
+        elif self.tol == 0 and (self.steps == "auto" or self.L is not None):
+            raise ValueError("tol = 0: must be > 0 if L is given, or steps = 'auto'")
 
-    def step(self, layout: Layout, room: Room) -> PicardStep:
-        return PicardStep(layout, self.damping)
-
-    def _run(self, calls: Calls, expect: int | None, room: Room) -> Solution:
+    def _run(self, calls: Calls, expect: int | None) -> Solution:
         if self.steps is not None:
             return in_blocks(self, calls, expect)
-        return a_priori(self, calls) if self.L is not None else iterate(self, calls, expect, room)
+        return iterate(self, calls, expect) if self.L is None else a_priori(self, calls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,18 +196,10 @@ class Anderson(Solver):
         beta: mixing of accelerated steps, z = sum alpha_i (z_i + beta g_i).
     """
 
-    m: int = 6
-    ridge: float = 1e-4
-    beta: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(whole(self.m, 2), "m", self.m, "a whole number >= 2")
-        require(number(self.ridge) and self.ridge > 0, "ridge", self.ridge, "> 0")
-        require(number(self.beta) and 0 < self.beta <= 1, "beta", self.beta, "in (0, 1]")
-
-    def step(self, layout: Layout, room: Room) -> AndersonStep:
-        return AndersonStep(layout, self.target, room, self.m, self.ridge, self.beta)
+    m: int = checked(6, check_whole, 2)
+    ridge: float = checked(1e-4, check_range)
+    beta: float = checked(1.0, check_range, 0, 1, "(]")
+    _step: ClassVar[type] = AndersonStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,11 +210,5 @@ class Broyden(Solver):
         m: updates kept, at most max_iter: two states each. Where f contracts slowly, a restart costs evaluations.
     """
 
-    m: int = 60
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(whole(self.m, 1), "m", self.m, "a whole number >= 1")
-
-    def step(self, layout: Layout, room: Room) -> BroydenStep:
-        return BroydenStep(layout, self.target, room, min(self.m, self.max_iter))
+    m: int = checked(60, check_whole)
+    _step: ClassVar[type] = BroydenStep

@@ -12,7 +12,7 @@ import torch
 from lipmdeq import bounds
 from lipmdeq.solvers import Anderson, Broyden, ConvergenceError, Picard, SolverWarning
 from lipmdeq.solvers import steps as acceleration
-from lipmdeq.solvers.layout import Layout, Room
+from lipmdeq.solvers.layout import Layout
 from lipmdeq.solvers.steps import anderson_weights
 
 ALL = [Picard, Anderson, Broyden]
@@ -435,21 +435,21 @@ def test_warns_once_per_process():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Picard(tol=-1), r"tol = -1: must be >= 0"),
+        (lambda: Picard(tol=-1), r"tol = -1: must be in \[0, inf\)"),
         (lambda: Anderson(max_iter=0), r"max_iter = 0: must be a whole number >= 1"),
         (lambda: Anderson(m=1), r"m = 1: must be a whole number >= 2"),
-        (lambda: Anderson(ridge=0), r"ridge = 0: must be > 0"),
+        (lambda: Anderson(ridge=0), r"ridge = 0: must be in \(0, inf\)"),
         (lambda: Anderson(beta=2), r"beta = 2: must be in \(0, 1\]"),
         (lambda: Picard(damping=0), r"damping = 0: must be in \(0, 1\]"),
-        (lambda: Picard(L=1), r"L = 1: must be in \[0, 1\), or None"),
-        (lambda: Picard(L="a"), r"L = a: must be in \[0, 1\), or None"),
-        (lambda: Picard(damping="1"), r"damping = 1: must be in \(0, 1\]"),
-        (lambda: Anderson(tol=True), r"tol = True: must be >= 0"),
-        (lambda: Anderson(tol=float("inf")), r"tol = inf: must be >= 0"),
+        (lambda: Picard(L=1), r"L = 1: must be in \[0, 1\)"),
+        (lambda: Picard(L="a"), r"L = 'a': must be in \[0, 1\)"),
+        (lambda: Picard(damping="1"), r"damping = '1': must be in \(0, 1\]"),
+        (lambda: Anderson(tol=True), r"tol = True: must be in \[0, inf\)"),
+        (lambda: Anderson(tol=float("inf")), r"tol = inf: must be in \[0, inf\)"),
         (lambda: Anderson(relative="no"), r"relative = 'no': must be True or False"),
         (lambda: Picard().solve(torch.cos, torch.zeros(2, 3, dtype=torch.long)), r"dtype of z0 = torch.int64"),
         (lambda: Broyden(m=0.5), r"m = 0.5: must be a whole number >= 1"),
-        (lambda: Broyden(stop="best"), r"stop = 'best': must be 'worst' or 'mean'"),
+        (lambda: Broyden(stop="best"), r"stop = 'best': must be one of worst, mean"),
         (lambda: Picard().solve(lambda z: z[:, :1], torch.zeros(2, 3)), r"shapes of f\(z\) = "),
         (lambda: Picard().solve(torch.cos, torch.tensor(0.0)), r"batch sizes of z0 = "),
         (lambda: Picard().solve(torch.cos, [torch.zeros(2, 1), torch.zeros(3, 1)]), r"batch sizes of z0 = \[2, 3\]"),
@@ -675,8 +675,8 @@ def test_known_constant_at_the_fixed_point_and_with_an_empty_branch():
     assert s.converged.all() and s.nfe == 11
 
 
-def test_inner_products_that_waited_are_those_of_the_history(monkeypatch):
-    """Anderson forms them when an accelerated step needs them, also those of several Picard steps before, in any slot."""
+def test_inner_products_are_those_of_the_history(monkeypatch):
+    """Those that an accelerated step uses, also of several Picard steps before, in any slot."""
     steps, pending = [], []
     weights, made = acceleration.anderson_weights, acceleration.AndersonStep.__init__
 
@@ -702,37 +702,6 @@ def test_inner_products_that_waited_are_those_of_the_history(monkeypatch):
     assert s.reason == "converged"
     waits = np.diff([-1, *pending])
     assert len(pending) > 3 and waits.max() > 1, "no Picard step before an accelerated one: the test tests nothing"
-
-
-@pytest.mark.parametrize("solver", [Anderson(tol=1e-6), Broyden(tol=1e-6, m=6)])
-def test_large_histories_are_used_again_and_never_seen(solver):
-    """The memory of a large history serves the next solve; no result lies in it, and it is no trap in other modes."""
-    room = Room()
-    solve = partial(solver.solve, room=room)
-    torch.manual_seed(0)
-    b = torch.randn(2, 400_000)
-
-    def f(z):
-        return 0.5 * torch.sin(z) + b
-
-    first = solve(f, torch.zeros_like(b))
-    block, kept = room.block, first.z.clone()
-    second = solve(lambda z: f(z) + 1, torch.zeros_like(b))
-    assert block is not None and room.block is block
-    assert torch.equal(first.z, kept) and not torch.equal(first.z, second.z)
-    block.fill_(torch.nan)
-    assert torch.equal(solve(f, torch.zeros_like(b)).z, kept)
-    assert second.z.isfinite().all() and torch.equal(solver.solve(f, torch.zeros_like(b)).z, kept)
-    with torch.inference_mode():
-        solve(f, torch.zeros(2, 400_000))
-        room.block = None
-        assert torch.equal(solve(f, torch.zeros(2, 400_000)).z, kept)
-    assert torch.equal(solve(f, torch.zeros_like(b)).z, kept)  # the block of inference mode is not for here
-    inner = solve(lambda z: f(z) + 0 * solve(f, torch.zeros_like(b)).z, torch.zeros_like(b))
-    assert torch.equal(inner.z, kept)  # a solve inside a solve has its own
-    assert solve(f, torch.zeros(2, 400_000, dtype=torch.double)).z.dtype == torch.double
-    solve(torch.cos, torch.zeros(1, 5))
-    assert room.block is None  # a small one drops it
 
 
 @pytest.mark.parametrize("tol", [1e-3, 1e-6])
