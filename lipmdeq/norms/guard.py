@@ -20,14 +20,11 @@ EXACT_ORDER = 256  # largest order of a full Gram matrix that is used in the pla
 
 def fast_covers(kernel: Kernel, axes: tuple[Axis, Axis]) -> list[Cover]:
     """Covers for the constraint, likely best first: as exact as small Gram matrices allow, else the tori."""
-    full, small = (
-        Cover(axes),
-        max(a.size for a in axes) <= 4,
-    )  # tori are loose there: 1.1-1.4 times on 4x4, 1.5-3 on 2x2
+    small = max(a.size for a in axes) <= 4  # where tori are loose: 1.1-1.4 times on 4x4, 1.5-3 times on 2x2
     if all(a.disjoint for a in axes):
         return torus_covers(axes)
-    if kernel.order(full) <= EXACT_ORDER:
-        return [full]
+    if kernel.order(Cover(axes)) <= EXACT_ORDER:
+        return [Cover(axes)]
     halves = [h for h in half_covers(axes) if small and kernel.order(h) <= EXACT_ORDER // 2]
     return halves or torus_covers(axes)
 
