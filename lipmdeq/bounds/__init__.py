@@ -1,7 +1,4 @@
-"""Closed forms for Lipschitz MDEQ, floats and numpy only.
-
-Constants of single operations, L in four readings, what L guarantees, and the way back from L to the hyperparameters.
-"""
+"""Closed forms, floats and numpy only: constants of single operations, L in four readings, what L guarantees, the way back."""
 
 from lipmdeq.bounds.banach import (
     a_posteriori_error,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lipmdeq.bounds.operations import check_choice, check_range
-from lipmdeq.bounds.spec import READINGS, LipschitzSpec
+from lipmdeq.bounds.spec import LipschitzSpec
 
 _BELOW_1 = math.nextafter(1, 0)
 # Smallest and largest float tried for each field; open ends of a range are approached, not touched.
@@ -32,20 +32,26 @@ def _bisect(good: float, bad: float, holds: Callable[[float], bool]) -> float:
         good, bad = (middle, bad) if holds(middle) else (good, middle)
 
 
+def _minimiser(f: Callable[[float], float], low: float, high: float) -> float:
+    """Golden-section search for the minimum of a convex f on [low, high]."""
+    g = (math.sqrt(5) - 1) / 2
+    for _ in range(80):
+        left, right = high - g * (high - low), low + g * (high - low)
+        low, high = (low, right) if f(left) < f(right) else (left, high)
+    return (low + high) / 2
+
+
 def feasible(
     spec: LipschitzSpec, field: str, target: float = 1.0, reading: str = "perron", train: bool = True
 ) -> tuple[float, float] | None:
     """The values of one field, the others fixed, with L < target: (smallest, largest), or None.
 
-    The values form an interval because L is quasi-convex in each single field: it increases with a, c, γ̄
-    and p; it is affine in α1 (rising iff γ̄²c²a > 1−p in train mode); it is convex in α2, since M = (1−α2)I
-    + α2B is affine and a norm is convex. In the Perron reading it is even affine in α2, ρ(M) = 1−α2+α2ρ(B);
-    Frobenius has its minimum inside (0, 1), spectral can have.
-    At both ends L < target has been evaluated. An end at the limit of the field's range (say 0 or infinity
-    for c, 1 for α1) is the last float tried before it.
+    They form an interval because L is quasi-convex in each single field: it increases with a, c, γ̄ and p; it is affine in α1
+    (rising iff γ̄²c²a > 1−p in train mode); it is convex in α2, since M = (1−α2)I + α2B is affine and a norm is convex. In the
+    Perron reading it is even affine in α2, ρ(M) = 1−α2+α2ρ(B); Frobenius has its minimum inside (0, 1), spectral can have. At
+    both ends L < target has been evaluated; an end at the limit of the field's range is the last float tried before it.
     """
     check_choice("field", field, tuple(_DOMAIN))
-    check_choice("reading", reading, READINGS)
     target = check_range("target", target)
     low, high = _DOMAIN[field]
 
@@ -56,21 +62,9 @@ def feasible(
         return L(x) < target
 
     start = next((x for x in (getattr(spec, field), low, high) if holds(x)), None)
-    if start is None and field == "alpha2":
-        start = _minimiser(L, low, high)
-        start = start if holds(start) else None
-    if start is None:
+    if start is None and (field != "alpha2" or not holds(start := _minimiser(L, low, high))):
         return None
     return tuple(end if holds(end) else _bisect(start, end, holds) for end in (low, high))
-
-
-def _minimiser(f: Callable[[float], float], low: float, high: float) -> float:
-    """Golden-section search for the minimum of a convex f on [low, high]."""
-    g = (math.sqrt(5) - 1) / 2
-    for _ in range(80):
-        left, right = high - g * (high - low), low + g * (high - low)
-        low, high = (low, right) if f(left) < f(right) else (left, high)
-    return (low + high) / 2
 
 
 def largest(
@@ -96,6 +90,12 @@ class Advice:
         return f"{verb} {self.field} from {self.now:g} to {self.to:g}: L = {math.floor(self.L * 1e6) / 1e6:g}"
 
 
+def _rounded(edge: float, up: bool) -> float:
+    """Four decimals, or four digits of a number below 0.1, rounded up or down."""
+    digits = 4 - min(0, math.floor(math.log10(edge)) + 1) if edge > 0 else 4
+    return round((math.ceil if up else math.floor)(edge * 10.0**digits) / 10.0**digits, digits)
+
+
 def advise(spec: LipschitzSpec, target: float = 1.0, reading: str = "perron", train: bool = True) -> list[Advice]:
     """Every change of one single field that brings L below `target`; empty if L is there already.
 
@@ -103,20 +103,14 @@ def advise(spec: LipschitzSpec, target: float = 1.0, reading: str = "perron", tr
     """
     if spec.L(reading, train) < check_range("target", target):
         return []
-    found = []
+    changes = {}
     for field in _DOMAIN:
-        interval = feasible(spec, field, target, reading, train)
-        if interval is None:
-            continue
-        now = getattr(spec, field)
-        edge, round_ = (interval[1], math.floor) if now > interval[1] else (interval[0], math.ceil)
-        # four decimals, or four digits of a number below 0.1
-        digits = 4 - min(0, math.floor(math.log10(edge)) + 1) if edge > 0 else 4
-        rounded = round(round_(edge * 10.0**digits) / 10.0**digits, digits)
-        to = rounded if interval[0] <= rounded <= interval[1] else edge
-        found.append(Advice(field, now, to, replace(spec, **{field: to}).L(reading, train)))
-    for n in range(spec.n - 1, 0, -1):
-        if (L := replace(spec, n=n).L(reading, train)) < target:
-            found.append(Advice("n", spec.n, n, L))
-            break
-    return found
+        if interval := feasible(spec, field, target, reading, train):
+            up = getattr(spec, field) <= interval[1]
+            edge = interval[0] if up else interval[1]
+            to = _rounded(edge, up)
+            changes[field] = to if interval[0] <= to <= interval[1] else edge
+    smaller = (n for n in range(spec.n - 1, 0, -1) if replace(spec, n=n).L(reading, train) < target)
+    if n := next(smaller, None):
+        changes["n"] = n
+    return [Advice(f, getattr(spec, f), to, replace(spec, **{f: to}).L(reading, train)) for f, to in changes.items()]

@@ -1,17 +1,18 @@
 """Norms of a comparison matrix: Frobenius (the paper's), spectral, and the Perron root with its weights.
 
-If f maps [z_1 … z_n] to [f_1 … f_n] and ‖f_i(z) − f_i(z')‖ ≤ Σ_j M_ij ‖z_j − z'_j‖ with M ≥ 0, then f is
-‖M‖₂-Lipschitz in plain l2 (and ‖M‖₂ ≤ ‖M‖_F), and ‖D M D⁻¹‖₂-Lipschitz in ‖z‖_D = √Σ d_i²‖z_i‖². Results are
-rounded up by a few units in the last place, so that rounding does not push them below the true value.
+If f maps [z_1 … z_n] to [f_1 … f_n] and ‖f_i(z) − f_i(z')‖ ≤ Σ_j M_ij ‖z_j − z'_j‖ with M ≥ 0, then f is ‖M‖₂-Lipschitz in
+plain l2 (and ‖M‖₂ ≤ ‖M‖_F), and ‖D M D⁻¹‖₂-Lipschitz in ‖z‖_D = √Σ d_i²‖z_i‖². Results are rounded up by a few units in the
+last place, so that rounding does not push them below the true value.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 
-_EPS = float(np.finfo(float).eps)
+SLACK = 1e-9  # what couplings between classes may add to the Perron root of a reducible matrix, relative
 
 
 def _nonnegative(M: np.ndarray) -> np.ndarray:
@@ -29,7 +30,7 @@ def _norm(A: np.ndarray, kind: str | int) -> float:
     scale = float(A.max())
     if not math.isfinite(scale) or scale == 0 or A.size == 1:
         return scale
-    return scale * float(np.linalg.norm(A / scale, kind)) * (1 + 4 * len(A) * _EPS)
+    return scale * float(np.linalg.norm(A / scale, kind)) * (1 + 4 * len(A) * sys.float_info.epsilon)
 
 
 def frobenius(M: np.ndarray) -> float:
@@ -43,17 +44,14 @@ def spectral(M: np.ndarray) -> float:
     return min(_norm(A, 2), _norm(A, "fro"))
 
 
-def perron(M: np.ndarray, slack: float = 1e-9) -> tuple[float, np.ndarray]:
+def perron(M: np.ndarray) -> tuple[float, np.ndarray]:
     """The least ‖D M D⁻¹‖₂ over positive diagonal D, and the D that reaches it (Stoer & Witzgall 1962).
 
-    For irreducible M it is the Perron root ρ(M), reached at d_i = √(l_i / r_i) with the left and right
-    Perron vectors: then v_i = √(l_i r_i) is a left and a right eigenvector of D M D⁻¹, hence its top
-    singular vector. For reducible M the infimum ρ(M) need not be reached; D then damps the one-way
-    couplings until they add about `slack` · ρ (at the price of a large max(D)). In every case the value
-    returned is the ‖D M D⁻¹‖₂ of the D returned, so it is a sound constant.
-
-    Returns:
-        (value, D): value >= ρ(M), never above `spectral(M)`; D of shape (n,) with min(D) = 1.
+    For irreducible M it is the Perron root ρ(M), reached at d_i = √(l_i / r_i) with the left and right Perron vectors: then v_i
+    = √(l_i r_i) is a left and a right eigenvector of D M D⁻¹, hence its top singular vector. For reducible M the infimum ρ(M)
+    need not be reached; D then damps the one-way couplings until they add about SLACK · ρ (at the price of a large max(D)). In
+    every case the value returned is the ‖D M D⁻¹‖₂ of the D returned, so it is a sound constant. It is at least ρ(M) and never
+    above `spectral(M)`; D has the shape (n,) and min(D) = 1.
     """
     A = _nonnegative(M)
     scale, D = float(A.max()), np.ones(len(A))
@@ -64,16 +62,14 @@ def perron(M: np.ndarray, slack: float = 1e-9) -> tuple[float, np.ndarray]:
     # Entries of rounding size make a matrix irreducible only in name: try with and without them.
     for cut in sorted({float(A[A <= limit].max(initial=0.0)) for limit in (0, 1e-14, 1e-10)}):
         with np.errstate(all="ignore"):
-            d = _perron_weights(np.where(A > cut, A, 0.0), slack)
+            d = _perron_weights(np.where(A > cut, A, 0.0))
             B = A * (d[:, None] / d[None, :])
-        if np.isfinite(d).all() and (d > 0).all() and np.isfinite(B).all():
-            value = min(_norm(B, 2), _norm(B, "fro"))
-            if value < best:
-                best, D = value, d / d.min()
+        if np.isfinite(d).all() and (d > 0).all() and np.isfinite(B).all() and (value := spectral(B)) < best:
+            best, D = value, d / d.min()
     return min(scale * best, spectral(M)), D  # equal but for the last digit where D = 1 is best
 
 
-def _perron_weights(A: np.ndarray, slack: float) -> np.ndarray:
+def _perron_weights(A: np.ndarray) -> np.ndarray:
     """Weights for `perron`: √(l/r) inside each strongly connected class, damping t^−level between them."""
     n = len(A)
     reach = (A > 0) | np.eye(n, dtype=bool)  # reach[i, j]: z_i depends on z_j
@@ -88,14 +84,12 @@ def _perron_weights(A: np.ndarray, slack: float) -> np.ndarray:
             block = A[np.ix_(members, members)]
             d[members] = np.sqrt(_perron_vector(block.T) / _perron_vector(block))
             d[members] /= np.exp(np.log(d[members]).mean())
-        sources = reach[i] & ~same[i]
-        if sources.any():
-            level[members] = level[sources].max() + 1
+        level[members] = level[reach[i] & ~same[i]].max(initial=-1) + 1
     if level.max() == 0:
         return d
     B = A * (d[:, None] / d[None, :])
     inside = float(np.linalg.norm(np.where(same, B, 0.0), 2)) or 1.0
-    t = max(1.0, float(np.linalg.norm(np.where(same, 0.0, B))) / (slack * inside))
+    t = max(1.0, float(np.linalg.norm(np.where(same, 0.0, B))) / (SLACK * inside))
     return d * min(t, 10 ** (150 / level.max())) ** -level  # the cap keeps D finite on long chains
 
 

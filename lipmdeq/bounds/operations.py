@@ -1,8 +1,7 @@
 """Lipschitz constants of single operations, and how they combine (Definition 3.1, Lemma 3.1, Appendix).
 
-Every function returns a number that is an upper bound in the Euclidean norm; all but `lip_sum`,
-`lip_residual` and `lip_convex` are reached by some input. Pure floats and numpy: nothing here imports
-torch.
+Every function returns a number that is an upper bound in the Euclidean norm; all but `lip_sum`, `lip_residual` and
+`lip_convex` are reached by some input. Pure floats and numpy: nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ import numpy as np
 
 
 def check_range(field: str, value: object, low: float = 0.0, high: float = math.inf, ends: str = "()") -> float:
-    """Return `value` as a finite float if it lies between `low` and `high`; `ends` is one of (), [], (], [).
-
-    Raises:
-        ValueError: names the field, the value and the interval, e.g. ``a = 7: must be in (0, 1]``.
-    """
+    """`value` as a float if it lies in the interval with these `ends`, else a ValueError: ``a = 7: must be in (0, 1]``."""
     allowed = f"must be in {ends[0]}{low:g}, {high:g}{ends[1]}"
     # bool is a subclass of int: True would silently mean 1.
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -27,10 +22,8 @@ def check_range(field: str, value: object, low: float = 0.0, high: float = math.
     try:
         x = float(value)
     except OverflowError:
-        x = math.inf
-    above = x >= low if ends[0] == "[" else x > low
-    below = x <= high if ends[1] == "]" else x < high
-    if not (math.isfinite(x) and above and below):
+        x = math.nan
+    if not ((x >= low if ends[0] == "[" else x > low) and (x <= high if ends[1] == "]" else x < high)):
         raise ValueError(f"{field} = {value}: {allowed}")
     return x
 
@@ -46,9 +39,7 @@ def check_whole(field: str, value: object, low: int = 1, high: int | None = None
 
 def check_constant(field: str, value: object) -> float:
     """Return a Lipschitz constant as a float: any number >= 0; infinity is allowed and means "no bound"."""
-    if isinstance(value, Real) and not isinstance(value, bool) and value == math.inf:
-        return math.inf
-    return check_range(field, value, 0, math.inf, "[)")
+    return check_range(field, value, 0, math.inf, "[]")
 
 
 def check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -87,20 +78,15 @@ def lip_convex(alpha: float, L_g: float) -> float:
     return (1 - alpha) + alpha * check_constant("L_g", L_g)
 
 
-def _largest_abs(gamma: float | np.ndarray) -> float:
-    """max_c |γ_c|: γ is one number, or one per channel; diag(γ) has exactly this norm."""
+def lip_mgn(gamma: float | np.ndarray = 1.0) -> float:
+    """Mean-only group normalisation, z ↦ γ(z − mean) + β: max|γ_c|; γ is one number, or one for each channel."""
     values = np.atleast_1d(np.asarray(gamma, dtype=object)).ravel()
     return max(check_range("gamma", abs(g) if isinstance(g, Real) else g, 0, math.inf, "[)") for g in values)
 
 
 def lip_gn(gamma: float | np.ndarray = 1.0, eps: float = 1e-5) -> float:
     """Group normalisation: max|γ_c| / √ε, reached at a constant input (zero variance)."""
-    return _largest_abs(gamma) / math.sqrt(check_range("eps", eps, 0))
-
-
-def lip_mgn(gamma: float | np.ndarray = 1.0) -> float:
-    """Mean-only group normalisation, z ↦ γ(z − mean) + β: max|γ_c|."""
-    return _largest_abs(gamma)
+    return lip_mgn(gamma) / math.sqrt(check_range("eps", eps, 0))
 
 
 def lip_relu() -> float:
@@ -127,8 +113,7 @@ def lip_conv(norm: float) -> float:
 def lip_conv_reshaped(norm: float, kernel: int, stride: int = 1) -> float:
     """What is provable when only the kernel reshaped to C_out × C_in·k² has norm `norm`: ⌈k/s⌉ · norm.
 
-    The conv is that matrix after im2col, which copies an input pixel into at most ⌈k/s⌉² windows, so
-    ‖im2col‖₂ ≤ ⌈k/s⌉.
+    The conv is that matrix after im2col, which copies an input pixel into at most ⌈k/s⌉² windows, so ‖im2col‖₂ ≤ ⌈k/s⌉.
     """
     k, s = check_whole("kernel", kernel), check_whole("stride", stride)
     return -(-k // s) * check_constant("norm", norm)
@@ -141,10 +126,7 @@ def lip_up(s: int, t: int | None = None) -> float:
 
 
 def lip_down(level_diff: int, c: float, gamma: float, a: float) -> float:
-    """Down path over `level_diff` levels: norm∘conv after level_diff−1 times act∘norm∘conv: γc·(aγc)^(d−1).
-
-    `c`, `gamma`, `a` are the constants of conv, norm and activation (any number >= 0).
-    """
+    """Down path over d = `level_diff` levels: norm∘conv after d−1 times act∘norm∘conv, with constants >= 0: γc·(aγc)^(d−1)."""
     d = check_whole("level_diff", level_diff)
     step = lip_compose(check_constant("gamma", gamma), check_constant("c", c))
     return lip_compose(step, *[lip_compose(check_constant("a", a), step)] * (d - 1))

@@ -9,8 +9,8 @@ f = post-fusion ∘ fusion ∘ residual, L = L̂ · ‖M‖ · L̄ with the n ×
 | spectral | conv · norm · 2^d    | ‖M‖₂                             |
 | perron   | conv · norm · 2^d    | ρ(M), in the norm with weights D |
 
-"printed" leaves out the 1x1 conv and norm of the up path and is no bound for a model that has them; the
-others are bounds, each at least as tight as the one before.
+"printed" leaves out the 1x1 conv and norm of the up path and is no bound for a model that has them; the others are bounds, each
+at least as tight as the one before.
 """
 
 from __future__ import annotations
@@ -20,51 +20,32 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lipmdeq.bounds import operations as op
 from lipmdeq.bounds.banach import a_posteriori_error, steps
 from lipmdeq.bounds.matrices import frobenius, perron, spectral
-from lipmdeq.bounds.operations import (
-    check_choice,
-    check_range,
-    check_whole,
-    fusion_weights,
-    lip_compose,
-    lip_conv_reshaped,
-    lip_down,
-    lip_dropout,
-    lip_gn,
-    lip_relu,
-    lip_up,
-)
+from lipmdeq.bounds.operations import check_choice, check_range, check_whole, lip_compose
 
+CONVS = ("conv", "conv_residual", "conv_down")  # in Operations
 READINGS = ("printed", "reported", "spectral", "perron")
-# Rows of the paper's ablation table. A name says what f does, here, in `lipmdeq.model` and in configurations alike: S4, S6
-# and S7 fuse with weights that sum to one, with "-sum" every weight is one. The authors' code ran S4, S6-sum and S7-sum;
-# the paper's text describes S4-sum, S6 and S7.
+# Rows of the paper's ablation table; a name says what f does, here, in `lipmdeq.model` and in configurations alike. The authors'
+# code ran S4, S6-sum and S7-sum; the paper's text describes S4-sum, S6 and S7.
 ABLATIONS = ("S1", "S2", "S3", "S4", "S4-sum", "S5", "S6", "S6-sum", "S7", "S7-sum", "MDEQ")
 
 
 @dataclass(frozen=True, eq=False)  # holds an array, which has no plain ==
 class Operations:
-    """Constants of the operations inside f, from which every L here is composed; infinity means "no bound".
+    """Constants of the operations inside f, from which every L here is composed; infinity means "no bound"."""
 
-    Attributes:
-        norm, act, drop: norms with affine part, activations, dropout.
-        conv, conv_residual, conv_down: 1x1 convs; 3x3 convs of the residual block; 3x3 stride-2 convs.
-        post_norm: the norm after fusion.
-        mix1, mix2: (weight of the identity, weight of the branch) in the residual block and in the fusion.
-        weights: n × n fusion weights, diagonal unused.
-    """
-
-    norm: float
-    act: float
-    drop: float
-    conv: float
-    conv_residual: float
-    conv_down: float
-    post_norm: float
-    mix1: tuple[float, float]
-    mix2: tuple[float, float]
-    weights: np.ndarray
+    norm: float  #: norms with affine part
+    act: float  #: activations
+    drop: float  #: dropout
+    conv: float  #: 1x1 convs
+    conv_residual: float  #: 3x3 convs of the residual block
+    conv_down: float  #: 3x3 stride-2 convs
+    post_norm: float  #: the norm after fusion
+    mix1: tuple[float, float]  #: weights of identity and branch in the residual block
+    mix2: tuple[float, float]  #: the same in the fusion
+    weights: np.ndarray  #: n × n fusion weights, diagonal unused
 
     @property
     def L_hat(self) -> float:
@@ -86,24 +67,26 @@ class Operations:
         n = len(self.weights)
         M = np.diag(np.full(n, float(skip)))
         for d in range(1, n):  # a path depends on the level difference d alone
-            down = lip_compose(branch, lip_down(d, self.conv_down, self.norm, self.act))
-            raised = lip_compose(branch, lip_up(2**d), *extra)
+            down = lip_compose(branch, op.lip_down(d, self.conv_down, self.norm, self.act))
+            raised = lip_compose(branch, op.lip_up(2**d), *extra)
             low, high = np.arange(d, n), np.arange(n - d)
             M[low, high] = down * self.weights[low, high]
             M[high, low] = raised * self.weights[high, low]
         return M
 
+    def _read(self, reading: str) -> np.ndarray:
+        """M with the up path of that reading."""
+        check_choice("reading", reading, READINGS)
+        return self.fusion_matrix("printed" if reading == "printed" else "full")
+
     def L_tilde(self, reading: str = "reported") -> np.ndarray:
         """Fusion row by row, Eq. (tilde): L̃_i = √ΣM_ij² (shape n), with the up path of that reading."""
-        check_choice("reading", reading, READINGS)
-        return np.linalg.norm(self.fusion_matrix("printed" if reading == "printed" else "full"), axis=1)
+        return np.linalg.norm(self._read(reading), axis=1)
 
     def fusion_norm(self, reading: str = "perron") -> float:
         """‖M‖ in that reading."""
-        check_choice("reading", reading, READINGS)
-        if reading in ("printed", "reported"):
-            return frobenius(self.fusion_matrix("printed" if reading == "printed" else "full"))
-        return spectral(self.fusion_matrix()) if reading == "spectral" else perron(self.fusion_matrix())[0]
+        M = self._read(reading)
+        return perron(M)[0] if reading == "perron" else spectral(M) if reading == "spectral" else frobenius(M)
 
     def L(self, reading: str = "perron") -> float:
         """Eq. (overall): L = L̂ · ‖M‖ · L̄; the Perron reading holds in the norm with weights D."""
@@ -114,54 +97,35 @@ class Operations:
 class LipschitzSpec:
     """Hyperparameters of Lipschitz MDEQ that fix its Lipschitz constant, under the paper's names.
 
-    Attributes:
-        a: slope of the scaled ReLU, in (0, 1].
-        c: target norm of the conv operators, > 0.
-        gamma: bound γ̄ on |γ| of the norms, > 0.
-        alpha1, alpha2: convex mixes in the residual block and in the fusion, in (0, 1).
-        n: number of resolutions, whole, 1 … 64. With n = 1 nothing is fused and M = [[1 − α2]]: the convex
-            mix with an empty sum.
-        p: dropout rate, in [0, 1). `train=False` in the methods switches dropout off.
-        post_affine: the paper's L̄ = γ̄ca counts γ̄ for the norm after fusion too. If that norm has no
-            affine part (as in the CIFAR model) its constant is 1, not γ̄: set False, then L̄ = ca. The same
-            for γ̄ = 1; for γ̄ < 1 only False is sound.
+    With n = 1 nothing is fused and M = [[1 − α2]]. `train=False` in methods switches dropout off. The paper's L̄ = γ̄ca counts γ̄
+    for the norm after fusion too; if that norm has no affine part (as in the CIFAR model) its constant is 1: set `post_affine` to
+    False, then L̄ = ca. The same for γ̄ = 1; for γ̄ < 1 only False is sound.
     """
 
-    a: float = 0.4
-    c: float = 2.0
-    gamma: float = 1.0
-    alpha1: float = 0.5
-    alpha2: float = 0.3
-    n: int = 4
-    p: float = 0.3
-    post_affine: bool = True
+    a: float = 0.4  #: slope of the scaled ReLU, in (0, 1]
+    c: float = 2.0  #: target norm of the conv operators, > 0
+    gamma: float = 1.0  #: bound γ̄ on the absolute values of the norms' γ, > 0
+    alpha1: float = 0.5  #: convex mix in the residual block, in (0, 1)
+    alpha2: float = 0.3  #: convex mix in the fusion, in (0, 1)
+    n: int = 4  #: number of resolutions, whole, 1 … 64
+    p: float = 0.3  #: dropout rate, in [0, 1)
+    post_affine: bool = True  #: has the norm after fusion a γ?
 
     def __post_init__(self) -> None:
-        set_ = object.__setattr__  # frozen: the checked and converted values are stored once, here
-        set_(self, "a", check_range("a", self.a, 0, 1, "(]"))
-        for name in ("c", "gamma"):
-            set_(self, name, check_range(name, getattr(self, name)))
-        for name in ("alpha1", "alpha2"):
-            set_(self, name, check_range(name, getattr(self, name), 0, 1))
-        set_(self, "n", check_whole("n", self.n, 1, 64))
-        set_(self, "p", check_range("p", self.p, 0, 1, "[)"))
+        ranges = {"a": (0, 1, "(]"), "c": (), "gamma": (), "alpha1": (0, 1), "alpha2": (0, 1), "p": (0, 1, "[)")}
+        checked = {name: check_range(name, getattr(self, name), *limits) for name, limits in ranges.items()}
+        checked["n"] = check_whole("n", self.n, 1, 64)
         if not isinstance(self.post_affine, bool):
             raise ValueError(f"post_affine = {self.post_affine!r}: must be True or False")
+        for name, value in checked.items():  # frozen: the checked and converted values are stored once, here
+            object.__setattr__(self, name, value)
 
     def operations(self, train: bool = True) -> Operations:
         """The constants of all operations of this spec."""
-        return Operations(
-            norm=self.gamma,
-            act=self.a,
-            drop=lip_dropout(self.p, train),
-            conv=self.c,
-            conv_residual=self.c,
-            conv_down=self.c,
-            post_norm=self.gamma if self.post_affine else 1.0,
-            mix1=(1 - self.alpha1, self.alpha1),
-            mix2=(1 - self.alpha2, self.alpha2),
-            weights=fusion_weights(self.n),
-        )
+        norms = {"norm": self.gamma, "post_norm": self.gamma if self.post_affine else 1.0}
+        mixes = {"mix1": (1 - self.alpha1, self.alpha1), "mix2": (1 - self.alpha2, self.alpha2)}
+        drop, weights = op.lip_dropout(self.p, train), op.fusion_weights(self.n)
+        return Operations(act=self.a, drop=drop, weights=weights, **norms, **mixes, **dict.fromkeys(CONVS, self.c))
 
     def L_hat(self, train: bool = True) -> float:
         """Residual block: (1−α1)γ̄a + α1γ̄³c²a²/(1−p)."""
@@ -200,48 +164,38 @@ class LipschitzSpec:
     @property
     def cond_D(self) -> float:
         """max(D)/min(D): the price of reading a statement about ‖·‖_D in plain l2."""
-        return float(self.D.max() / self.D.min())
-
-    def test_mode(self) -> LipschitzSpec:
-        """The same spec with dropout off, p = 0."""
-        return replace(self, p=0.0)
+        return float(self.D.max())
 
     def reshaped(self, train: bool = True) -> Operations:
         """What c proves if it bounds the reshaped kernels only: 3c for 3x3, 2c with stride 2, c for 1x1."""
-        c3, c2 = lip_conv_reshaped(self.c, 3, 1), lip_conv_reshaped(self.c, 3, 2)
+        c3, c2 = op.lip_conv_reshaped(self.c, 3, 1), op.lip_conv_reshaped(self.c, 3, 2)
         return replace(self.operations(train), conv_residual=c3, conv_down=c2)
 
-    def ablation(
-        self, row: str, *, train: bool = True, eps: float = 1e-5, gamma: float = math.inf, conv: float = math.inf
-    ) -> Operations:
+    def ablation(self, row: str, *, train: bool = True) -> Operations:
         """The constants when a change of the paper's ablation table is undone, or all of them ("MDEQ").
 
-        S1 no clip of γ (constant `gamma`), S2 GN for MGN (γ̄/√eps), S3 free convs (constant `conv`), S4 the
-        uniform mean 1/(n−1) for the softmax weights of the fusion, S5/S6/S7 plain sums x + g(x) for the
-        first/second/both mixes. "-sum" behind S4, S6 or S7: every weight of the fusion is one. "MDEQ": GN,
-        ReLU, plain sums everywhere, while γ and the conv norms are taken to be this spec's gamma and c (MDEQ
-        bounds neither). Without a number for `gamma` (S1) or `conv` (S3) there is no bound: L is infinite.
+        S1 no clip of γ and S3 free convs: no bound. S2 GN for MGN (γ̄/√ε, ε = 1e-5), S4 the uniform mean 1/(n−1) for the softmax
+        weights of the fusion, S5/S6/S7 plain sums x + g(x) for the first/second/both mixes; "-sum": every weight of the fusion is
+        one. "MDEQ": GN, ReLU, plain sums everywhere, while γ and the conv norms are this spec's (MDEQ bounds neither).
         """
         check_choice("ablation", row, ABLATIONS)
-        ops = self.operations(train)
-        everything = row == "MDEQ"
-        changes: dict = {}
-        if row == "S1":
-            # only a norm with an affine part is freed
-            changes = {"norm": gamma, "post_norm": gamma if self.post_affine else 1.0}
-        if row == "S2" or everything:
-            changes |= {"norm": lip_gn(ops.norm, eps), "post_norm": lip_gn(ops.post_norm, eps)}
-        if row == "S3":
-            changes = dict.fromkeys(("conv", "conv_residual", "conv_down"), conv)
-        undone, _, fusion = row.partition("-")
-        if undone == "S4" or fusion == "sum" or everything:
-            changes["weights"] = fusion_weights(self.n, "mean" if row == "S4" else "sum")
-        if undone in ("S5", "S7") or everything:
-            changes["mix1"] = (1.0, 1.0)
-        if undone in ("S6", "S7") or everything:
-            changes["mix2"] = (1.0, 1.0)
-        if everything:
-            changes["act"] = lip_relu()
+        ops, free, plain = self.operations(train), math.inf, (1.0, 1.0)
+        gn = {"norm": op.lip_gn(ops.norm), "post_norm": op.lip_gn(ops.post_norm)}
+        changes: dict = {
+            "S1": {
+                "norm": free,
+                "post_norm": free if self.post_affine else 1.0,
+            },  # only a norm with an affine part is freed
+            "S2": gn,
+            "S3": dict.fromkeys(CONVS, free),
+            "S4": {"weights": op.fusion_weights(self.n, "mean")},
+            "S5": {"mix1": plain},
+            "S6": {"mix2": plain},
+            "S7": {"mix1": plain, "mix2": plain},
+            "MDEQ": {"act": op.lip_relu(), "mix1": plain, "mix2": plain, **gn},
+        }[row.removesuffix("-sum")]
+        if row == "MDEQ" or row.endswith("-sum"):
+            changes["weights"] = op.fusion_weights(self.n, "sum")
         return replace(ops, **changes)
 
 
@@ -249,10 +203,8 @@ class LipschitzSpec:
 class PotentialSpec:
     """The certified family, ``block: potential``: L is its one parameter tau, whatever the weights.
 
-    f = M·P ∘ h. The residual layers h_j(z) = z − (2/T_j)·K_jᵀσ(K_j z + b_j + u_j), T_j ≥ ‖K_j‖², are 1-Lipschitz, because J = I −
-    2AᵀSA, A = K/√T, is symmetric with −I ≼ J ≼ I. So are the paths P_ij. M ≥ 0 has ‖M‖₂ = tau. Hence L = 1·tau in the plain norm.
-    Dropout only sets entries of 0 ≼ S ≼ I to 0, or scales S by 1 − p, so L is the same in train and in test mode; n and α2
-    shape M, whose norm stays tau. Nothing else enters. :mod:`lipmdeq.model` holds the layers and the proofs.
+    f = M·P ∘ h: the layers h and the paths P are 1-Lipschitz, with dropout and without, and ‖M‖₂ = tau for all n and α2. Hence
+    L = tau in the plain norm. :mod:`lipmdeq.model` holds the layers and the proofs.
     """
 
     tau: float = 0.9

@@ -1,9 +1,8 @@
 """Proof of ‖T‖ ≤ c by one Cholesky factorisation of the full matrix c²I − TᵀT, block by block.
 
-Along one axis two positions share an output only if they are close, so that TᵀT (or TTᵀ) is block banded: with H block rows
-of order b = C·W and h blocks beside the diagonal, the factorisation costs about H·b³(h² + 2h + 1/3) operations and keeps
-h rows in memory, where the dense one costs (Hb)³/3 and keeps everything. Blocks are sums of tap products K(t, u)
-(:mod:`lipmdeq.norms`); away from the border they repeat.
+Along one axis two positions share an output only if they are close, so that TᵀT (or TTᵀ) is block banded: with H block rows of
+order b = C·W and h blocks beside the diagonal, the factorisation costs about H·b³(h² + 2h + 1/3) operations and keeps h rows in
+memory, where the dense one costs (Hb)³/3 and keeps everything. Blocks are sums of tap products K(t, u) (:mod:`lipmdeq.norms`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lipmdeq.norms.covers import Cover, Kernel
+from lipmdeq.norms.covers import Cover, Kernel, climb
 from lipmdeq.norms.geometry import Axis
 
 
@@ -23,47 +22,33 @@ class BandedGram:
 
     def __init__(self, kernel: Kernel, axes: tuple[Axis, Axis]):
         self.kernel, self.axes = kernel, axes
-        self.cost, self.side, self.along = min(
-            (self._cost(side, along), side, along) for side in ("in", "out") for along in (0, 1)
-        )
+        sides = ((side, along) for side in ("in", "out") for along in (0, 1))
+        self.cost, self.side, self.along = min((self._cost(*one), *one) for one in sides)
 
     def _cost(self, side: str, along: int) -> float:
         """Floating-point operations of one factorisation."""
         main, other = self.axes[along], self.axes[1 - along]
-        if side == "in":
-            rows, b = main.size, self.kernel.cin * other.size
-        else:
-            rows, b = main.out, self.kernel.cout * other.out
-        h = min(rows - 1, main.reach(side))
-        return self.kernel.groups * rows * float(b) ** 3 * (h * h + 2 * h + 1 / 3)
+        b, h = self.kernel.channels[side] * other.length(side), main.reach(side)
+        return self.kernel.groups * main.length(side) * float(b) ** 3 * (h * h + 2 * h + 1 / 3)
 
     @cached_property
     def _tables(self) -> tuple[Tensor, Tensor]:
         """A(a, b, t, u) along the band and across it, real."""
-        main, other = self.axes[self.along], self.axes[1 - self.along]
-        device = self.kernel.w.device
-        return main.table(self.side, None)[0][0].real, other.table(self.side, None)[0][0].real.to(device)
-
-    @cached_property
-    def _cache(self) -> dict[bytes, Tensor]:
-        return {}
+        main, other = (self.axes[d].table(self.side, None)[0][0].real for d in (self.along, 1 - self.along))
+        return main.to(self.kernel.w.device), other.to(self.kernel.w.device)
 
     def block(self, j: int, i: int) -> Tensor:
         """Block (j, i) of the Gram matrix, (groups, b, b)."""
         main, other = self._tables
-        key = main[j, i].numpy().tobytes()
-        if key not in self._cache:
-            spell = "tu,abvw->abtvuw" if self.along == 0 else "vw,abtu->abtvuw"
-            table = torch.einsum(spell, main[j, i].to(other.device), other)
-            n = other.shape[0]
-            k = self.kernel.products(self.side).double()
-            c = math.isqrt(k.shape[-1])
-            g = (table.reshape(n * n, -1) @ k).view(-1, n, n, c, c).transpose(2, 3)
-            self._cache[key] = g.reshape(-1, n * c, n * c)
-        return self._cache[key]
+        n, c = other.shape[0], self.kernel.channels[self.side]
+        table = torch.einsum("tu,abvw->abtvuw" if self.along == 0 else "vw,abtu->abtvuw", main[j, i], other)
+        g = (table.reshape(n * n, -1) @ self.kernel.products(self.side)).view(-1, n, n, c, c)
+        return g.transpose(2, 3).reshape(-1, n * c, n * c)
 
     def below(self, level: float) -> bool:
         """Does the Cholesky factorisation of level·I − G run to its end?"""
+        if level <= 0:
+            return False
         rows, h = self._tables[0].shape[0], self.axes[self.along].reach(self.side)
         factor: dict[tuple[int, int], Tensor] = {}
         for j in range(rows):
@@ -86,12 +71,4 @@ class BandedGram:
 
     def bound(self, guess: float, stop: float = math.inf) -> float:
         """Proved upper bound on ‖T‖ from guess·(1 + 5e-4) upwards, inf when there is none below ``stop``."""
-        channels = self.kernel.cin if self.side == "in" else self.kernel.cout
-        order = math.prod(t.shape[0] for t in self._tables) * channels
-        guess, excess = max(guess, 1e-9 * self.kernel.norm), 5e-4
-        while (bound := guess * (1 + excess)) < stop:
-            level = self.kernel.level(Cover(self.axes), bound, order)
-            if level > 0 and self.below(level):
-                return bound
-            excess *= 1.5
-        return math.inf
+        return climb(self.kernel, Cover(self.axes), guess, stop, tests=[self.below])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -56,23 +55,17 @@ class Axis:
         """How often a circular map may give the same output (more than once only with more padding than usual)."""
         return -(-((self.out - 1) * self.stride + 1) // self.size) if self.circular else 1
 
-    @cached_property
-    def overlap(self) -> tuple[float, float]:
-        """Bounds on Σ_windows ‖window‖²/‖x‖² and on the same for Tᵀ: windows that hold an input, inputs in a window.
-
-        The second one needs every tap to read an input at one output only; then the roles of x and y are alike.
-        """
-        s = self.incidence()
-        alike = bool((s.sum(1) <= 1).all())
-        windows, inputs = int(s.sum((0, 1)).max()), int(s.sum((0, 2)).max())
-        return windows, inputs if alike else math.inf
+    def length(self, side: str, torus: Torus | None = None) -> int:
+        """Number of positions on the input or the output side; on a torus, of samples x_r or y that one frequency mixes."""
+        if torus:
+            return len(self.residues) if side == "in" else 1
+        return self.size if side == "in" else self.out
 
     def reach(self, side: str) -> int:
         """How far apart two inputs of one window, or two windows that share an input, can be."""
-        if self.circular:
-            return (self.size if side == "in" else self.out) - 1
         span = self.offsets[-1] - self.offsets[0]
-        return min(span, self.size - 1) if side == "in" else min(span // self.stride, self.out - 1)
+        most = self.length(side) - 1
+        return most if self.circular else min(span if side == "in" else span // self.stride, most)
 
     def tori(self) -> list[Torus]:
         """Tori that bound this axis, each one alone."""
@@ -88,13 +81,9 @@ class Axis:
 
     def incidence(self) -> Tensor:
         """S(t, o, i) = 1 when output o reads input i with tap t, (taps, out, size)."""
-        s = torch.zeros(len(self.taps), self.out, self.size, dtype=torch.float64)
-        for t, e in enumerate(self.offsets):
-            for o in range(self.out):
-                i = o * self.stride + e
-                if self.circular or 0 <= i < self.size:
-                    s[t, o, i % self.size] = 1.0
-        return s
+        read = torch.tensor(self.offsets)[:, None] + self.stride * torch.arange(self.out)
+        read = read % self.size if self.circular else read
+        return (read[..., None] == torch.arange(self.size)).double()
 
     def table(self, side: str, torus: Torus | None) -> tuple[Tensor, list[tuple[int, int]]]:
         """A(f, a, b, t, u) of this axis, and for each f the pair (κ, 2N) of its frequency ω = πκ/N."""
@@ -118,15 +107,10 @@ class Axis:
 
 def make_axis(kernel: int, size: int, stride: int, dilation: int, pads: tuple[int, int], circular: bool) -> Axis:
     """Axis with the taps that read only padding left out."""
-    left, right = pads
     circular = circular and pads != (0, 0)
-    out = (size + left + right - dilation * (kernel - 1) - 1) // stride + 1
-    offsets = [t * dilation - left for t in range(kernel)]
-    kept = [
-        t
-        for t, e in enumerate(offsets)
-        if circular or any(0 <= o * stride + e < size for o in range(max(0, -(e // stride)), out))
-    ]
+    out = (size + sum(pads) - dilation * (kernel - 1) - 1) // stride + 1
+    offsets = [t * dilation - pads[0] for t in range(kernel)]
+    kept = [t for t, e in enumerate(offsets) if circular or any(0 <= o * stride + e < size for o in range(out))]
     return Axis(size, out, stride, tuple(kept), tuple(offsets[t] for t in kept), circular)
 
 
@@ -134,7 +118,7 @@ def make_axis(kernel: int, size: int, stride: int, dilation: int, pads: tuple[in
 class Geometry:
     """Everything about a 2-d convolution but its weights. ``pads``: (top, bottom), (left, right)."""
 
-    kernel: tuple[int, int]
+    axes: tuple[Axis, Axis]
     size: tuple[int, int]
     stride: tuple[int, int]
     pads: tuple[tuple[int, int], tuple[int, int]]
@@ -142,32 +126,39 @@ class Geometry:
     circular: bool
     groups: int
 
-    @cached_property
-    def axes(self) -> tuple[Axis, Axis]:
-        y, x = (
-            make_axis(self.kernel[d], self.size[d], self.stride[d], self.dilation[d], self.pads[d], self.circular)
-            for d in (0, 1)
-        )
-        return y, x
-
-    def conv(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
-        """The operator T on (B, C_in, H, W), as torch computes it."""
-        (top, bottom), (left, right) = self.pads
-        mode = "circular" if self.circular else "constant"
-
-        def apply(x: Tensor) -> Tensor:
-            x = F.pad(x, (left, right, top, bottom), mode=mode)
-            return F.conv2d(x, weight, None, self.stride, 0, self.dilation, self.groups)
-
-        return apply
+    def conv(self, weight: Tensor, x: Tensor) -> Tensor:
+        """The operator T on x, (B, C_in, H, W), as torch computes it."""
+        around = F.pad(x, (*self.pads[1], *self.pads[0]), mode="circular" if self.circular else "constant")
+        return F.conv2d(around, weight, None, self.stride, 0, self.dilation, self.groups)
 
 
-def pair(name: str, value: Pair, least: int) -> tuple[int, int]:
+def _pair(name: str, value: Pair, least: int) -> tuple[int, int]:
     """Two whole numbers ≥ least from one or two."""
     both = tuple(value) if isinstance(value, tuple | list | torch.Size) else (value, value)
     if len(both) != 2 or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in both):
         raise ValueError(f"{name} = {value!r}: must be a whole number >= {least}, or a pair of such")
     return both
+
+
+def _pads(padding: tuple[int, int] | str, stride: tuple[int, int], span: list[int]) -> tuple[tuple[int, int], ...]:
+    """Padding before and after the map on each axis; ``span``: what a window reaches beyond its first pixel."""
+    if not isinstance(padding, str):
+        return tuple((p, p) for p in padding)
+    if padding not in ("same", "valid"):
+        raise ValueError(f"padding = {padding!r}: must be whole numbers >= 0, 'same' or 'valid'")
+    if padding == "valid":
+        return (0, 0), (0, 0)
+    if stride != (1, 1):
+        raise ValueError(f"padding = 'same' with stride = {stride}: must have stride 1")
+    return tuple((s // 2, s - s // 2) for s in span)
+
+
+def check_finite(weight: Tensor) -> float:
+    """Largest |entry|; NaN and infinite weights are refused."""
+    top = float(weight.detach().abs().max())
+    if not math.isfinite(top):
+        raise ValueError(f"weight has an entry {top}: all entries must be finite")
+    return top
 
 
 def geometry_of(
@@ -187,40 +178,17 @@ def geometry_of(
         raise ValueError(f"weight of dtype {weight.dtype}: must be real floating point")
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or weight.shape[0] % groups:
         raise ValueError(f"groups = {groups!r}: must be a whole number >= 1 that divides C_out = {weight.shape[0]}")
-    # Checked before the cache, which does not tell 8.0 from 8.
-    size, stride, dilation = pair("size", size, 1), pair("stride", stride, 1), pair("dilation", dilation, 1)
-    if not isinstance(padding, str):
-        padding = pair("padding", padding, 0)
-    return _geometry(tuple(weight.shape[2:]), size, stride, padding, dilation, padding_mode, groups)
-
-
-def check_finite(weight: Tensor) -> float:
-    """Largest |entry|; NaN and infinite weights are refused."""
-    top = float(weight.detach().abs().max())
-    if not math.isfinite(top):
-        raise ValueError(f"weight has an entry {top}: all entries must be finite")
-    return top
-
-
-@lru_cache(maxsize=1024)
-def _geometry(kernel: tuple[int, int], size, stride, padding, dilation, padding_mode, groups) -> Geometry:
+    size, stride, dilation = _pair("size", size, 1), _pair("stride", stride, 1), _pair("dilation", dilation, 1)
+    padding = padding if isinstance(padding, str) else _pair("padding", padding, 0)
+    kernel = tuple(weight.shape[2:])
     span = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    if padding == "valid":
-        pads = ((0, 0), (0, 0))
-    elif padding == "same":
-        if stride != (1, 1):
-            raise ValueError(f"padding = 'same' with stride = {stride}: must have stride 1")
-        pads = ((span[0] // 2, span[0] - span[0] // 2), (span[1] // 2, span[1] - span[1] // 2))
-    elif isinstance(padding, str):
-        raise ValueError(f"padding = {padding!r}: must be whole numbers >= 0, 'same' or 'valid'")
-    else:
-        pads = tuple((p, p) for p in padding)
+    pads, circular = _pads(padding, stride, span), padding_mode == "circular"
     if padding_mode not in ("zeros", "circular") and any(map(any, pads)):
         raise ValueError(f"padding_mode = {padding_mode!r}: cannot be bounded; must be zeros or circular")
-    circular = padding_mode == "circular"
     for h, s, p in zip(size, span, pads, strict=True):
         if h + sum(p) <= s:
             raise ValueError(f"size = {size}: kernel {kernel} with dilation {dilation} is larger than the padded map")
         if circular and max(p) > h:
             raise ValueError(f"padding = {padding!r}: must be at most size = {size} when circular")
-    return Geometry(kernel, size, stride, pads, dilation, circular, groups)
+    y, x = (make_axis(*one, circular) for one in zip(kernel, size, stride, dilation, pads, strict=True))
+    return Geometry((y, x), size, stride, pads, dilation, circular, groups)

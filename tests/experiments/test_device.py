@@ -16,7 +16,6 @@ from lipmdeq.experiments.training import Run
 from lipmdeq.experiments.world import World
 from lipmdeq.jacobian import Measurement
 from lipmdeq.model.layers import MGN
-from lipmdeq.norms import covers
 
 SMALL = dict(n=2, train_images=32, test_images=16, batch=16, epochs=1, lr=5e-3, p=0.2, device="cpu", prove_every=2)
 # Every gradient rule, solver and block at least once; c is small, so that the constraint acts.
@@ -33,11 +32,7 @@ RUNS = {
 
 @pytest.fixture(autouse=True)
 def alike(monkeypatch):
-    """What is meant to differ between devices, made equal: on a CPU norms are proved in single precision where that is enough.
-
-    Certificates of the runs are proved only; a test of its own measures.
-    """
-    monkeypatch.setattr(covers, "_plain_single", lambda w: False)
+    """Certificates of the runs are proved only; a test of its own measures."""
     monkeypatch.setattr(training, "certify", lambda model, **kw: certify(model, **{**kw, "measure": False}))
     monkeypatch.setattr("lipmdeq.experiments.step.JACOBIAN_RATE", 1.0)
     with warnings.catch_warnings():
