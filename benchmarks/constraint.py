@@ -39,7 +39,7 @@ def normalisation(net: MDEQ, x: torch.Tensor) -> float:
         u = net.injected(x)
     start = time.perf_counter()
     held = net.f.hold(u)
-    kernels = [t for t in held.tensors() if t.requires_grad and t.numel() < x.numel()]  # not the injected images
+    kernels = [t for t in net.f.inputs(u, held) if t.requires_grad and t.numel() < x.numel()]  # not the injected images
     total = sum(t.sum() for t in kernels)
     torch.autograd.grad(total, list(net.f.parameters()), allow_unused=True)
     return time.perf_counter() - start
