@@ -34,7 +34,6 @@ MANY = {  # functions with more parameters, and why
     "lipmdeq.norms.geometry.geometry_of": "the arguments of torch.nn.Conv2d",
     "lipmdeq.norms.geometry._geometry": "the same, checked",
     "lipmdeq.model.layers.__init__": "a convolution: sizes, bound, map, weight normalisation",
-    "lipmdeq.model.blocks.__init__": "a residual block: the paper's constants",
     "lipmdeq.data.datasets.load": "the parameters of a run that choose its images",
     "lipmdeq.solvers.gradients.deq": "the one entry to all gradient rules",
 }

@@ -24,21 +24,11 @@ if TYPE_CHECKING:
 
 
 def normed(norm: GN | MGN, y: Tensor, k: float = 1.0) -> Tensor:
-    """k·norm(y)."""
-    weight, bias = norm.scale(), norm.bias
-    if k != 1.0:
-        weight, bias = k * weight, None if bias is None else k * bias
-    if isinstance(norm, MGN):
-        return mean_normed(y, norm.groups, weight, bias)
-    if bias is not None:
-        return F.group_norm(y, norm.groups, weight, bias, norm.eps)
-    y = F.group_norm(y, norm.groups, eps=norm.eps)
-    return y if weight == 1.0 else weight * y
-
-
-def mean_normed(y: Tensor, groups: int, weight: Tensor | float, bias: Tensor | None) -> Tensor:
-    """weight·(y − μ) + bias; weight and bias (C,), or a number and None."""
-    b, c, h, w = y.shape
+    """k·norm(y); of MGN as weight·(y − μ) + bias, where a weight without parameters is a number."""
+    if isinstance(norm, GN):
+        return norm(y) if k == 1.0 else k * norm(y)
+    (b, c, h, w), groups = y.shape, norm.groups
+    weight, bias = k * norm.scale(), None if norm.bias is None else k * norm.bias
     total = y.sum((2, 3)).view(b, groups, -1).sum(2, keepdim=True)  # (B, G, 1)
     part = -1.0 / (h * w * (c // groups))  # total·part = −μ
     if torch.compiler.is_compiling():
