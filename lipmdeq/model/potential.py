@@ -201,7 +201,7 @@ class PotentialMap(BranchMap):
     def hold(self, u: Maps) -> Held:
         """Everything that is computed once for a batch: u_i (B, E·C_i, H_i, W_i), or None for a branch without injection."""
         m = self.mixing()
-        layers = [layer for layer in self.modules() if isinstance(layer, UnitLayer)]
+        layers = [*self.residual, *(conv for path in self.paths.values() for conv in path)]
         bound = dict(zip(layers, norm_bounds([layer.matrix() for layer in layers]), strict=True))
         paths = {}
         for i, j in self.pairs():
