@@ -31,7 +31,6 @@ LONG = {  # longer functions, and why
 MANY = {  # functions with more parameters, and why
     "lipmdeq.norms.geometry.geometry_of": "the arguments of torch.nn.Conv2d",
     "lipmdeq.model.layers.__init__": "a convolution: sizes, bound, map, weight normalisation",
-    "lipmdeq.model.blocks.__init__": "a residual block: the paper's constants",
     "lipmdeq.data.datasets.load": "the parameters of a run that choose its images",
     "lipmdeq.solvers.gradients.deq": "the one entry to all gradient rules",
 }

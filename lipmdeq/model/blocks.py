@@ -1,36 +1,19 @@
-"""The fixed-point map f of MDEQ and Lipschitz MDEQ as a module tree with its constants: residual blocks → fusion → post-fusion.
+"""f of MDEQ and Lipschitz MDEQ as a module tree with its constants: residual blocks → fusion → post-fusion.
 
-What the parts compute, (M1)–(M3) and (L1)–(L3) of the paper, stands in :mod:`lipmdeq.model.reference`; f runs it in the merged
-form of :mod:`lipmdeq.model.fused`.
+What the parts compute stands in :mod:`lipmdeq.model.reference`; f runs it in the merged form of :mod:`lipmdeq.model.fused`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor, nn
 
 from lipmdeq import bounds
-from lipmdeq.model import fused, reference
-from lipmdeq.model.layers import (
-    GN,
-    MGN,
-    Conv,
-    ConvNorm,
-    DownPath,
-    Layer,
-    Leaf,
-    SReLU,
-    UpPath,
-    VariationalDropout,
-    no_answer,
-    path_name,
-)
-
-if TYPE_CHECKING:
-    from lipmdeq.model.config import ModelConfig
+from lipmdeq.model import fused, layers, reference
+from lipmdeq.model.config import ModelConfig
+from lipmdeq.model.layers import GN, MGN, Conv, ConvNorm, DownPath, Layer, Leaf, Maps, SReLU, UpPath, path_name
 
 
 class ResidualBlock(Layer):
@@ -44,13 +27,13 @@ class ResidualBlock(Layer):
     def __init__(self, convs: Sequence[Conv], norms: Sequence[GN | MGN], a: float, p: float, alpha: float | None):
         super().__init__()
         self.conv1, self.norm1 = convs[0], norms[0]
-        self.conv2, self.drop, self.norm2 = convs[1], VariationalDropout(p), norms[1]
+        self.conv2, self.drop, self.norm2 = convs[1], layers.VariationalDropout(p), norms[1]
         self.act, self.norm3, self.alpha = SReLU(a), norms[2], alpha
 
     def forward(self, z: Tensor, u: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         return reference.residual(self, z, u, mask)
 
-    def constant(self, leaf: Leaf, train: bool) -> float:
+    def constant(self, leaf: Leaf | None, train: bool) -> float:
         inner = (self.conv1, self.norm1, self.act, self.conv2, self.drop, self.norm2)
         g = bounds.lip_compose(*(m.lipschitz(leaf, train) for m in inner))
         mix = bounds.lip_residual(g) if self.alpha is None else bounds.lip_convex(self.alpha, g)
@@ -67,7 +50,7 @@ class PostFusion(Layer):
     def forward(self, tilde: Tensor) -> Tensor:
         return reference.post_fusion(self, tilde)
 
-    def constant(self, leaf: Leaf, train: bool) -> float:
+    def constant(self, leaf: Leaf | None, train: bool) -> float:
         return bounds.lip_compose(self.act.lipschitz(leaf, train), self.pair.lipschitz(leaf, train))
 
 
@@ -76,19 +59,13 @@ class Fusion(nn.Module):
 
     Args:
         paths: paths[i][j] is the module from branch j to branch i (None on the diagonal).
-        weights: n x n matrix w (zero on the diagonal, and there only).
-        alpha: α2, or None for plain sums.
+        weights: n x n matrix w, of which the diagonal is not used. alpha: α2, or None for plain sums.
     """
 
-    def __init__(
-        self, paths: Sequence[Sequence[nn.Module | None]], weights: Sequence[Sequence[float]], alpha: float | None
-    ):
+    def __init__(self, paths: Sequence[Sequence], weights: Sequence[Sequence[float]], alpha: float | None):
         super().__init__()
         self.n, self.alpha = len(paths), alpha
         self.weights = [[float(w) for w in row] for row in weights]
-        for i, row in enumerate(self.weights):
-            if any(w == 0.0 for j, w in enumerate(row) if j != i):
-                raise ValueError(f"weights[{i}] = {row}: must be non-zero off the diagonal")
         named = {path_name(i, j): m for i, row in enumerate(paths) for j, m in enumerate(row) if m is not None}
         self.paths = nn.ModuleDict(named)
 
@@ -99,9 +76,9 @@ class Fusion(nn.Module):
     def forward(self, hat: Sequence[Tensor]) -> list[Tensor]:
         return [reference.fusion(self, i, hat) for i in range(self.n)]
 
-    def matrix(self, leaf: Leaf = no_answer, train: bool = True) -> np.ndarray:
+    def matrix(self, leaf: Leaf | None = None, train: bool = True) -> np.ndarray:
         """The n x n comparison matrix M: ‖z̃_i − z̃'_i‖ ≤ Σ_j M_ij ‖ẑ_j − ẑ'_j‖."""
-        own, other = (1.0, 1.0) if self.alpha is None else (1 - self.alpha, self.alpha)
+        own, other = fused.shares(self.alpha)
         m = own * np.eye(self.n)
         for i, j in zip(*np.nonzero(m == 0), strict=True):
             m[i, j] = other * self.weights[i][j] * self.path(i, j).lipschitz(leaf, train)
@@ -146,10 +123,24 @@ class Parts:
         return PostFusion(ConvNorm(self.conv(i, c, c, 1, weight_norm=cfg.weight_norm), norm), cfg.a)
 
 
-class FixedPointMap(nn.Module):
-    """f_θ(z; x) = post-fusion(fusion(residual(z))) on the list of branches; u is the injected input: that of branch 1, or a
-    list with one for each branch (None: nothing enters there).
+class BranchMap(nn.Module):
+    """What the maps f share. Both have ``hold(u)``: what stays the same through both solves of a batch; ``inputs(u, held)``: all
+    that f(z; u) depends on besides z, for :func:`lipmdeq.solvers.deq`; ``matrix(leaf, train)``: the comparison matrix N,
+    ‖f(z)_i − f(z')_i‖ ≤ Σ_j N_ij‖z_j − z'_j‖; ``hidden(z, u)``: which hidden units of the residual layers are on at z, booleans
+    (B, E·C_i, H_i, W_i). u is the list of injected images, u_i (B, ·, H_i, W_i), None where nothing enters.
     """
+
+    def lipschitz(self, leaf: Leaf | None = None, train: bool = True, reading: str = "perron") -> float:
+        """L from the module tree: ``reading`` as in :func:`lipmdeq.model.read`."""
+        return read(self.matrix(leaf, train), reading)
+
+    def constrain(self, prove: bool = True) -> float:
+        """Apply what the configuration asks for; arguments as in :meth:`lipmdeq.model.MDEQ.constrain`."""
+        return 0.0
+
+
+class FixedPointMap(BranchMap):
+    """f_θ(z; x) = post-fusion(fusion(residual(z))) on the list of branches; u may be the injected image of branch 1 alone."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -157,56 +148,39 @@ class FixedPointMap(nn.Module):
         self.n = cfg.n
         self.residual = nn.ModuleList(make.residual(i) for i in branches)
         paths = [[make.path(i, j) for j in branches] for i in branches]
-        weights = bounds.fusion_weights(cfg.n, cfg.fusion)
-        self.fusion = Fusion(paths, weights, cfg.alpha2 if cfg.mix2 else None)
+        self.fusion = Fusion(paths, bounds.fusion_weights(cfg.n, cfg.fusion), cfg.alpha2 if cfg.mix2 else None)
         self.post = nn.ModuleList(make.post(i) for i in branches)
 
-    def masks(self, like: Tensor) -> list[Tensor | None]:
+    def masks(self, like: Tensor) -> Maps:
         """Dropout masks for one forward pass, to be held through both solves; None where dropout is off."""
-        return [block.drop.draw(like.shape[0], block.norm2.channels, like) for block in self.residual]
+        return [block.drop.draw(len(like), block.norm2.channels, like) for block in self.residual]
 
-    def hold(self, u: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What stays the same through both solves of a batch: the masks."""
+    def hold(self, u: Maps) -> Maps:
         return self.masks(u[0])
 
-    def inputs(self, u: Sequence[Tensor | None], held: Sequence[Tensor | None]) -> list[Tensor]:
-        """All that f depends on besides z, for :func:`lipmdeq.solvers.deq`."""
+    def inputs(self, u: Maps, held: Maps) -> list[Tensor]:
         return [*(t for t in u if t is not None), *self.parameters()]
 
-    def forward(
-        self, z: Sequence[Tensor], u: Tensor | Sequence[Tensor | None], masks: Sequence[Tensor | None] | None = None
-    ) -> list[Tensor]:
+    def forward(self, z: Sequence[Tensor], u: Tensor | Maps, masks: Maps | None = None) -> list[Tensor]:
         u = [u] + [None] * (self.n - 1) if isinstance(u, Tensor) else u
         return fused.paper(self, z, u, masks or [None] * self.n)
 
-    def hidden(self, z: Sequence[Tensor], u: Sequence[Tensor | None]) -> list[Tensor]:
-        """Which hidden units of the residual blocks are on at z: booleans (B, E·C_i, H_i, W_i)."""
+    def hidden(self, z: Sequence[Tensor], u: Maps) -> list[Tensor]:
         return [b.norm1(b.conv1(zi)) > 0 for b, zi in zip(self.residual, z, strict=True)]
 
-    def matrix(self, leaf: Leaf = no_answer, train: bool = True) -> np.ndarray:
-        """Comparison matrix N_ij = L̄_i·M_ij·L̂_j: ‖f(z)_i − f(z')_i‖ ≤ Σ_j N_ij ‖z_j − z'_j‖."""
+    def matrix(self, leaf: Leaf | None = None, train: bool = True) -> np.ndarray:
+        """N_ij = L̄_i·M_ij·L̂_j."""
         hat = np.array([block.lipschitz(leaf, train) for block in self.residual])
         bar = np.array([post.lipschitz(leaf, train) for post in self.post])
         return bar[:, None] * self.fusion.matrix(leaf, train) * hat[None, :]
 
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True, reading: str = "perron") -> float:
-        """L from the module tree: the "frobenius", "spectral" or "perron" reading of the comparison matrix."""
-        return read(self.matrix(leaf, train), reading)
-
     def constrain(self, prove: bool = True) -> float:
-        """‖W‖₂ ≤ c and |γ| ≤ γ̄ wherever the configuration asks for it; arguments as in :meth:`lipmdeq.model.MDEQ.constrain`."""
-        worst = 0.0
-        for module in self.modules():
-            if isinstance(module, Conv):
-                worst = max(worst, module.constrain(prove))
-            elif isinstance(module, GN | MGN):
-                module.constrain()
-        return worst
+        """‖W‖₂ ≤ c and |γ| ≤ γ̄ wherever the configuration asks for it."""
+        return max(m.constrain(prove) for m in self.modules() if isinstance(m, Conv | GN | MGN))
 
 
 def read(matrix: np.ndarray, reading: str) -> float:
     """L from a comparison matrix: the "frobenius", "spectral" or "perron" reading."""
     readings = {"frobenius": bounds.frobenius, "spectral": bounds.spectral, "perron": lambda m: bounds.perron(m)[0]}
-    if reading not in readings:
-        raise ValueError(f"reading = {reading!r}: must be one of {', '.join(readings)}")
+    bounds.check_choice("reading", reading, tuple(readings))
     return readings[reading](matrix) if np.isfinite(matrix).all() else float("inf")

@@ -10,12 +10,11 @@ from lipmdeq import bounds
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that defines a model. ``preset`` and ``configure`` build the usual ones.
+    """Everything that defines a model; :func:`configure` makes the usual ones.
 
-    a, c, gamma, alpha1, alpha2, p are the paper's; n is the number of ``channels``. The switches undo one
-    modification each: norm "mgn" or "gn"; clip: |γ| ≤ γ̄; constrain: ‖W‖₂ ≤ c; fusion "softmax", "mean" or
-    "sum"; mix1, mix2: convex mixes in the residual block and in the fusion (else plain sums); weight_norm on
-    the residual-block and post-fusion convolutions.
+    a, c, gamma, alpha1, alpha2, p are the paper's; n is the number of ``channels``. The switches undo one modification each: norm
+    "mgn" or "gn"; clip: |γ| ≤ γ̄; constrain: ‖W‖₂ ≤ c; fusion "softmax", "mean" or "sum"; mix1, mix2: convex mixes in the residual
+    block and in the fusion (else plain sums); weight_norm on the residual-block and post-fusion convolutions.
 
     block "paper" is the residual block of the paper, "potential" the certified family of :mod:`lipmdeq.model`, whose
     f is tau-Lipschitz whatever the weights. injection "first" is the paper's: the image enters branch 1 only; with "all" a
@@ -60,18 +59,14 @@ class ModelConfig:
         self.spec()  # validates a, c, gamma, alpha1, alpha2, n, p
         bounds.check_range("tau", self.tau, 0, 1)
         for field, allowed in CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field} = {getattr(self, field)!r}: must be one of {', '.join(allowed)}")
-        if len(self.stem_strides) != 2 or any(not _whole(s) or s > 2 for s in self.stem_strides):
+            bounds.check_choice(field, getattr(self, field), allowed)
+        if len(self.stem_strides) != 2 or any(type(s) is not int or s not in (1, 2) for s in self.stem_strides):
             raise ValueError(f"stem_strides = {self.stem_strides}: must be two numbers, each 1 or 2")
         if len(self.head_channels) != self.n:
-            raise ValueError(
-                f"head_channels = {self.head_channels}: must have one entry for each of the {self.n} branches"
-            )
+            raise ValueError(f"head_channels = {self.head_channels}: must have one entry for each of {self.n} branches")
         for field in ("expansion", "groups", "in_channels", "classes", "head_features", "image_size", "stem_channels"):
-            value = getattr(self, field)
-            if not _whole(value) and not (field == "stem_channels" and value is None):
-                raise ValueError(f"{field} = {value!r}: must be a whole number >= 1")
+            if field != "stem_channels" or self.stem_channels is not None:
+                object.__setattr__(self, field, bounds.check_whole(field, getattr(self, field)))
         for ch in self.channels:
             if ch < 1 or ch % self.groups:
                 raise ValueError(f"channels = {ch}: must be divisible by groups = {self.groups}")
@@ -97,16 +92,11 @@ class ModelConfig:
         return len(self.channels)
 
     @property
-    def is_lipschitz(self) -> bool:
-        """True when f has a finite constant by construction."""
-        return self.block == "potential" or (self.norm == "mgn" and self.clip and self.constrain)
-
-    @property
     def claimed(self) -> float | None:
-        """L in train mode by the configuration alone; None when nothing is claimed."""
-        if not self.is_lipschitz:
-            return None
-        return self.tau if self.block == "potential" else self.spec().L("reported")
+        """L in train mode by the configuration alone; None when f has no useful constant by construction."""
+        if self.block == "potential":
+            return self.tau
+        return self.spec().L("reported") if self.norm == "mgn" and self.clip and self.constrain else None
 
     def spec(self) -> bounds.LipschitzSpec:
         """The hyperparameters that enter L."""
@@ -119,11 +109,6 @@ class ModelConfig:
 
     def to_dict(self) -> dict:
         return asdict(self)
-
-
-def _whole(value: object) -> bool:
-    """Whether a value is a whole number >= 1; True is none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 CHOICES = {
@@ -176,23 +161,21 @@ def configure(
     bounds.check_choice("model", model, ("lipschitz", "mdeq"))
     potential = changes.get("block") == "potential"
     if ablation is not None:
-        rows = [row for row in bounds.ABLATIONS if row != "MDEQ"]
-        if ablation not in rows:
-            raise ValueError(f"ablation = {ablation!r}: must be one of {', '.join(rows)} or None")
+        bounds.check_choice("ablation", ablation, tuple(row for row in bounds.ABLATIONS if row != "MDEQ"))
         if model == "mdeq":
             raise ValueError(f"ablation = {ablation!r}: only for model = 'lipschitz'")
     if potential and (ablation is not None or model == "mdeq"):
         raise ValueError("block = 'potential': must be 'paper' for an ablation or for model = 'mdeq'")
-    fields = {**PRESETS[preset], **UNDONE.get("MDEQ" if model == "mdeq" else ablation, {})}
-    full = fields.get("channels", ModelConfig.channels)
+    fields = {"channels": ModelConfig.channels, "head_channels": ModelConfig.head_channels, **PRESETS[preset]}
+    fields |= UNDONE.get("MDEQ" if model == "mdeq" else ablation, {})
     if potential:
-        fields |= {**POTENTIAL, "stem_channels": 2 * full[0]}
-    n = changes.pop("n", None)
-    n = len(full) if n is None else n
-    if not _whole(n) or n > len(full):
-        raise ValueError(f"n = {n!r}: must be a whole number from 1 to {len(full)} for the preset {preset}")
-    heads = fields.get("head_channels", ModelConfig.head_channels)
-    fields |= {"channels": full[:n], "head_channels": heads[:n]}
+        fields |= {**POTENTIAL, "stem_channels": 2 * fields["channels"][0]}
+    most, n = len(fields["channels"]), changes.pop("n", None)
+    if n is not None:
+        n = bounds.check_whole("n", n)
+        if n > most:
+            raise ValueError(f"n = {n}: must be a whole number from 1 to {most} for the preset {preset}")
+        fields |= {field: fields[field][:n] for field in ("channels", "head_channels")}
     if unknown := sorted(set(changes) - set(ModelConfig.__dataclass_fields__)):
         raise ValueError(f"{unknown[0]}: not a field of ModelConfig ({', '.join(ModelConfig.__dataclass_fields__)})")
     return replace(ModelConfig(**fields), **changes)

@@ -1,12 +1,11 @@
 """The layers of f: each ``forward`` is the plain formula, and each layer knows its own Lipschitz constant.
 
 Every module has ``lipschitz(leaf, train)``. A leaf (convolution, norm, activation, dropout, up-sampling) answers with its
-constant; a container composes the answers of its children by Lemma 3.1 (sum and composition) and nothing else. So the constant
-of the whole map comes from the module tree. ``leaf(module)`` may answer first: the certificate uses this to put the proved norm
-of the live weight in the place of the worst case that the specification allows. ``None`` means "no answer".
+constant; a container composes the answers of its children by Lemma 3.1 and nothing else, so the constant of the whole map comes
+from the module tree. ``leaf(module)`` may answer first: the certificate uses this to put the proved norm of the live weight in
+the place of the worst case that the specification allows. ``None`` means "no answer".
 
-Tensors are (B, C, H, W), best in ``channels_last``. No layer writes into its input, in any mode; :mod:`lipmdeq.model.fused`
-merges several of them into one pass, with the same values.
+Tensors are (B, C, H, W), best in ``channels_last``. No layer writes into its input, in any mode.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ MARGIN = 0.04  # what estimated norms stay below c: a warm power step lags behin
 COLD_STEPS = 20  # power steps from random vectors
 SMALL = 1e-6  # entries of a vector that starts anew: shorter than a unit vector, so estimates stay below the norm
 Leaf = Callable[[nn.Module], float | None]
-
-
-def no_answer(module: nn.Module) -> float | None:
-    return None
+Size = tuple[int, int]
+Maps = Sequence[Tensor | None]  # one for each branch
 
 
 def path_name(i: int, j: int) -> str:
@@ -41,45 +38,32 @@ def per_channel(v: Tensor) -> Tensor:
     return v.view(*v.shape, 1, 1)
 
 
-def _lengths(v: Tensor) -> Tensor:
-    """Norm of each sample, (B, 1, 1, 1)."""
-    return torch.linalg.vector_norm(v, dim=(1, 2, 3), keepdim=True)
-
-
 class Layer(nn.Module):
-    """A module with a Lipschitz constant; subclasses say in ``constant`` what holds when ``leaf`` does not answer."""
+    """A module with a Lipschitz constant; ``constant`` says what holds when ``leaf`` does not answer: for a composition of
+    the children their product (Lemma 3.1).
+    """
 
-    def lipschitz(self, leaf: Leaf = no_answer, train: bool = True) -> float:
-        answer = leaf(self)
+    def lipschitz(self, leaf: Leaf | None = None, train: bool = True) -> float:
+        answer = None if leaf is None else leaf(self)
         return self.constant(leaf, train) if answer is None else answer
 
-    def constant(self, leaf: Leaf, train: bool) -> float:
-        raise NotImplementedError
+    def constant(self, leaf: Leaf | None, train: bool) -> float:
+        return bounds.lip_compose(*(m.lipschitz(leaf, train) for m in self.children()))
 
 
 class Conv(Layer):
     """Bias-free convolution, ‖W‖₂ ≤ c when c is given (Conv*, Lemma ``lem:conv``).
 
-    The constraint acts on the operator (real map size, zero padding, stride) and on the weight that the
-    forward pass uses: with weight normalisation W = g·v/‖v‖ the projection shrinks g, so the next forward
-    pass cannot undo it.
+    The constraint acts on the operator (real map size, zero padding, stride) and on the weight that the forward pass uses: with
+    weight normalisation W = g·v/‖v‖ the projection shrinks g, so the next forward pass cannot undo it.
 
     Args:
-        cin, cout, k, stride: the usual sizes; padding is (k − 1)/2.
-        c: bound on the operator norm, or None for a free convolution.
-        size: (H, W) of the input map, on which the norm is meant.
-        weight_norm: parametrise W by length and direction for each output channel.
+        cin, cout, k, stride: the usual sizes; padding is (k − 1)/2. c: bound on the operator norm, None for a free one.
+        size: (H, W) of the input map, on which the norm is meant. weight_norm: W by length and direction of each output channel.
     """
 
     def __init__(
-        self,
-        cin: int,
-        cout: int,
-        k: int = 3,
-        stride: int = 1,
-        c: float | None = None,
-        size: tuple[int, int] = (8, 8),
-        weight_norm: bool = False,
+        self, cin: int, cout: int, k=3, stride=1, c: float | None = None, size: Size = (8, 8), weight_norm=False
     ):
         super().__init__()
         self.stride, self.padding, self.c, self.size = stride, (k - 1) // 2, c, tuple(size)
@@ -96,9 +80,13 @@ class Conv(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(x, self.kernel(), stride=self.stride, padding=self.padding)
 
-    def geometry(self) -> dict:
-        """Keyword arguments that describe the operator to :mod:`lipmdeq.norms`."""
-        return {"size": self.size, "stride": self.stride, "padding": self.padding}
+    def constant(self, leaf: Leaf | None, train: bool) -> float:
+        return math.inf if self.c is None else bounds.lip_conv(self.c)
+
+    def forget(self) -> None:
+        """Drop what the constraint remembers of earlier weights; the next call starts afresh."""
+        self._guard = self._seen = None
+        self._due = False
 
     @torch.no_grad()
     def constrain(self, prove: bool = True) -> float:
@@ -106,13 +94,16 @@ class Conv(Layer):
 
         Without ``prove`` a weight whose *estimated* norm exceeds (1 − MARGIN)·c is scaled to that, and 0 is returned: the
         estimate is always too small, but rarely by more than the margin. It costs what two images cost, and nothing waits for
-        the result on a GPU. With ``prove`` the norm is also proved to be at most c;
-        returns the bound that was found before over c (at most 1 when the proof changed nothing).
+        the result on a GPU. With ``prove`` the norm is also proved to be at most c; returns the bound that was found before over
+        c (at most 1 when the proof changed nothing).
         """
         if self.c is None:
             return 0.0
-        if not prove or self._seen is not None:  # a layer that is held by estimates shows the proof what they do
-            self._hold()
+        if not prove or self._seen is not None:  # a layer that is held by estimates shows the proof what they do,
+            self._due = self._due and not prove  # and the weaker ones at that
+            norm = self.estimate().nan_to_num(0.0, 0.0)  # squares overflow: left to the next proof
+            (self.weight if self.g is None else self.g).mul_(((1 - MARGIN) * self.c / norm).clamp(max=1.0))
+            self._seen = self.kernel().detach().clone()
         if not prove:
             return 0.0
         if self._guard is None or self._guard.key != (self.size, self.stride, self.padding):
@@ -120,72 +111,48 @@ class Conv(Layer):
         if self.g is None:
             self._guard.enforce(self.weight, self.c)
         else:
-            kernel = self.kernel().clone()
-            self.g.mul_(self._guard.enforce(kernel, self.c))
+            self.g.mul_(self._guard.enforce(self.kernel().clone(), self.c))
         return self._guard.found / self.c
-
-    def _hold(self) -> None:
-        """Scale the weight by what its estimated norm is too large; nothing is decided on the host."""
-        norm = self.estimate().nan_to_num(0.0, 0.0)  # squares overflow: left to the next proof
-        factor = ((1 - MARGIN) * self.c / norm).clamp(max=1.0)
-        (self.weight if self.g is None else self.g).mul_(factor)
-        self._seen = self.kernel().detach().clone()
-
-    def _normal(self, kernel: Tensor, v: Tensor) -> Tensor:
-        """TᵀTv for the convolution T with this kernel."""
-        if kernel.shape[-1] == 1:
-            matrix = kernel.flatten(1)
-            return (v.flatten(1) @ matrix.mT @ matrix).view_as(v)
-        left = [(s + 2 * self.padding - kernel.shape[-1]) % self.stride for s in v.shape[2:]]
-        y = F.conv2d(v, kernel, stride=self.stride, padding=self.padding)
-        return F.conv_transpose2d(y, kernel, stride=self.stride, padding=self.padding, output_padding=left)
 
     @torch.no_grad()
     def estimate(self) -> Tensor:
-        """A lower estimate of the operator norm: the larger √‖TᵀTv‖ of two unit vectors v, (C_in, H, W).
+        """A lower estimate of the operator norm: √‖TᵀTv‖ of a unit vector v, (C_in, H, W), that this power step improves.
 
-        One is the longer TᵀTv of the last call. A step of Adam can raise the norm by a third in a direction that this vector
-        does not know; so the other one follows the direction in which the last change of the kernel is largest, by a power step
-        too: changes resemble one another. At first both are random and take COLD_STEPS steps. The norm of a 1x1 convolution is
-        that on one pixel.
+        A step of Adam can raise the norm by a third in a direction that v does not know. So another vector follows the direction
+        in which the last change of the kernel is largest, by a power step too (changes resemble one another), at every second
+        call; it takes the place of v where T makes it longer. At first both are random and take COLD_STEPS steps. The norm of a
+        1x1 convolution is that on one pixel.
         """
         kernel = self.kernel().detach()
-        if self._seen is None or (self._seen.device, self._seen.dtype) != (kernel.device, kernel.dtype):
+        cold = self._seen is None or (self._seen.device, self._seen.dtype) != (kernel.device, kernel.dtype)
+        if cold:
             size = self.size if kernel.shape[-1] > 1 else (1, 1)
             start = torch.randn(2, kernel.shape[1], *size, generator=torch.Generator().manual_seed(0)).to(kernel)
-            self._top, self._change = (self._powers(kernel, v, COLD_STEPS)[0] for v in start.split(1))
+            self._top, self._change = start.split(1)
+            for _ in range(COLD_STEPS):
+                (self._top, _), (self._change, _) = (self._power(kernel, v) for v in (self._top, self._change))
             self._seen = kernel
-        else:
-            self._change, _ = self._powers(kernel - self._seen, self._change)
-        # One vector at a time: torch is slower for two small images together.
-        (top, length), (other, second) = (self._powers(kernel, v) for v in (self._top, self._change))
-        self._top = torch.where(length >= second, top, other)
-        return torch.maximum(length, second).sqrt()
+        elif self._due:
+            self._change, _ = self._power(kernel - self._seen, self._change)
+        vectors = [self._top, self._change] if cold or self._due else [self._top]
+        self._top, length = self._power(kernel, *vectors)
+        self._due = cold or not self._due
+        return length.sqrt()
 
-    def _powers(self, kernel: Tensor, v: Tensor, steps: int = 1) -> tuple[Tensor, Tensor]:
-        """(TᵀTv/‖TᵀTv‖, ‖TᵀTv‖) of the last of some power steps; a small constant vector where that is 0/0, or overflows."""
-        for _ in range(steps):
-            image = self._normal(kernel, v)
-            length = torch.linalg.vector_norm(image)
-            v = (image / length).nan_to_num(SMALL, SMALL, SMALL)
-        return v, length
-
-    def forget(self) -> None:
-        """Drop what the constraint remembers of earlier weights; the next call starts afresh."""
-        self._guard = self._seen = None
-
-    def constant(self, leaf: Leaf, train: bool) -> float:
-        return math.inf if self.c is None else bounds.lip_conv(self.c)
-
-    def extra_repr(self) -> str:
-        cout, cin, k, _ = self.weight.shape
-        return f"{cin}→{cout}, {k}x{k}, stride={self.stride}, c={self.c}, size={self.size}"
+    def _power(self, kernel: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """(TᵀTv/‖TᵀTv‖, ‖TᵀTv‖) of the vector v that T makes longest; a small constant one where that is 0/0, or overflows."""
+        y, *others = (F.conv2d(v, kernel, stride=self.stride, padding=self.padding) for v in vectors)
+        for other in others:
+            y = torch.where(torch.linalg.vector_norm(other) > torch.linalg.vector_norm(y), other, y)
+        left = [(s + 2 * self.padding - kernel.shape[-1]) % self.stride for s in vectors[0].shape[2:]]
+        image = F.conv_transpose2d(y, kernel, stride=self.stride, padding=self.padding, output_padding=left)
+        length = torch.linalg.vector_norm(image)
+        return (image / length).nan_to_num(SMALL, SMALL, SMALL), length
 
 
 class _Norm(Layer):
-    """What GN and MGN share: groups of channels, optional γ and β for each channel, the clip |γ| ≤ γ̄.
-
-    Without affine parameters the scale is min(1, γ̄), so that max|γ| ≤ γ̄ holds for every norm of the model.
+    """What GN and MGN share: groups of channels, optional γ and β for each channel, the clip |γ| ≤ γ̄, and ``bound(gamma)``, the
+    constant for |γ_c| ≤ gamma. Without γ and β the scale is min(1, γ̄), so that max|γ| ≤ γ̄ holds for every norm of the model.
     """
 
     def __init__(self, groups: int, channels: int, affine: bool = True, gamma: float | None = None):
@@ -198,10 +165,11 @@ class _Norm(Layer):
         self.bias = nn.Parameter(torch.zeros(channels)) if affine else None
 
     @torch.no_grad()
-    def constrain(self) -> None:
-        """Clip |γ| to γ̄ (when there is a γ̄)."""
+    def constrain(self, prove: bool = True) -> float:
+        """Clip |γ| to γ̄ (when there is a γ̄); arguments and result are those of :meth:`Conv.constrain`."""
         if self.weight is not None and self.gamma is not None:
             self.weight.clamp_(-self.gamma, self.gamma)
+        return 0.0
 
     def scale(self) -> Tensor | float:
         """γ, (C,), or the fixed number in its place."""
@@ -211,12 +179,9 @@ class _Norm(Layer):
         """max_c |γ_c| of the live weight: γ acts per channel, so the largest one counts."""
         return self.fixed if self.weight is None else float(self.weight.detach().abs().max())
 
-    def constant(self, leaf: Leaf, train: bool) -> float:
+    def constant(self, leaf: Leaf | None, train: bool) -> float:
         limit = self.fixed if self.weight is None else self.gamma  # the largest |γ_c| that the specification allows
         return math.inf if limit is None else self.bound(limit)
-
-    def extra_repr(self) -> str:
-        return f"{self.groups} groups, {self.channels} channels, affine={self.weight is not None}, gamma={self.gamma}"
 
 
 class GN(_Norm):
@@ -229,7 +194,6 @@ class GN(_Norm):
         return out if self.weight is not None or self.fixed == 1.0 else self.fixed * out
 
     def bound(self, gamma: float) -> float:
-        """The constant for |γ_c| ≤ gamma."""
         return bounds.lip_gn(gamma, self.eps)
 
 
@@ -244,7 +208,6 @@ class MGN(_Norm):
         return per_channel(self.weight) * centred + per_channel(self.bias)
 
     def bound(self, gamma: float) -> float:
-        """The constant for |γ_c| ≤ gamma."""
         return bounds.lip_mgn(gamma)
 
 
@@ -259,15 +222,15 @@ class SReLU(Layer):
     def forward(self, z: Tensor) -> Tensor:
         return F.relu(self.a * z)
 
-    def constant(self, leaf: Leaf, train: bool) -> float:
+    def constant(self, leaf: Leaf | None, train: bool) -> float:
         return bounds.lip_srelu(self.a)
 
 
 class VariationalDropout(Layer):
     """One mask for each sample and channel, drawn once and held through all iterations (Lemma ``lem:drop``).
 
-    The mask is a value that the caller keeps (``draw``), not state of the module: both solves see the same
-    one, and several forward passes may wait for one backward pass.
+    The mask is a value that the caller keeps (``draw``), not state of the module: both solves see the same one, and several
+    forward passes may wait for one backward pass.
     """
 
     def __init__(self, p: float = 0.0):
@@ -279,12 +242,12 @@ class VariationalDropout(Layer):
         """Mask m/(1−p), (B, C), m ~ Bernoulli(1−p); None when dropout is off."""
         if not self.training or self.p == 0.0:
             return None
-        return torch.empty(batch, channels, device=like.device, dtype=like.dtype).bernoulli_(1 - self.p) / (1 - self.p)
+        return like.new_empty(batch, channels).bernoulli_(1 - self.p) / (1 - self.p)
 
     def forward(self, z: Tensor, mask: Tensor | None = None) -> Tensor:
         return z if mask is None else per_channel(mask) * z
 
-    def constant(self, leaf: Leaf, train: bool) -> float:
+    def constant(self, leaf: Leaf | None, train: bool) -> float:
         return bounds.lip_dropout(self.p) if train else 1.0
 
 
@@ -298,30 +261,19 @@ class Up(Layer):
     def forward(self, z: Tensor) -> Tensor:
         return F.interpolate(z, scale_factor=self.scale, mode="nearest")
 
-    def constant(self, leaf: Leaf, train: bool) -> float:
+    def constant(self, leaf: Leaf | None, train: bool) -> float:
         return bounds.lip_up(self.scale, self.scale)
 
 
 class Chain(Layer, nn.Sequential):
     """Composition: the constants multiply (Lemma 3.1)."""
 
-    def constant(self, leaf: Leaf, train: bool) -> float:
-        return bounds.lip_compose(*(m.lipschitz(leaf, train) for m in self))
-
 
 class ConvNorm(Chain):
     """norm ∘ conv, the pair from which all paths between branches are made."""
 
-    def __init__(self, conv: Conv, norm: GN | MGN):
-        super().__init__(conv, norm)
-
-    @property
-    def conv(self) -> Conv:
-        return self[0]
-
-    @property
-    def norm(self) -> GN | MGN:
-        return self[1]
+    conv = property(lambda self: self[0])
+    norm = property(lambda self: self[1])
 
 
 class DownPath(Layer):
@@ -336,7 +288,7 @@ class DownPath(Layer):
             x = self.act(pair(x))
         return self.pairs[-1](x)
 
-    def constant(self, leaf: Leaf, train: bool) -> float:
+    def constant(self, leaf: Leaf | None, train: bool) -> float:
         act = self.act.lipschitz(leaf, train) ** (len(self.pairs) - 1)
         return bounds.lip_compose(act, *(pair.lipschitz(leaf, train) for pair in self.pairs))
 
@@ -350,6 +302,3 @@ class UpPath(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.up(self.pair(x))
-
-    def constant(self, leaf: Leaf, train: bool) -> float:
-        return bounds.lip_compose(self.pair.lipschitz(leaf, train), self.up.lipschitz(leaf, train))

@@ -1,8 +1,6 @@
-"""MDEQ and Lipschitz MDEQ: stem → equilibrium of f → head, one class with one switch for each ablation.
+"""MDEQ and Lipschitz MDEQ: stem → equilibrium of f → head, one class for all variants.
 
-f = post-fusion ∘ fusion ∘ residual blocks (equations M1–M3 and L1–L3 of the paper) acts on the list of
-branches z = [z_1, …, z_n], z_i of shape (B, C_i, H/2^(i−1), W/2^(i−1)). Sizes and details follow the paper's
-experiments.
+f acts on the list of branches z = [z_1, …, z_n], z_i (B, C_i, H/2^(i−1), W/2^(i−1)). Sizes follow the paper's experiments.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from lipmdeq.model.config import ModelConfig, configure
 from lipmdeq.model.potential import PotentialMap
 from lipmdeq.solvers import Anderson
 from lipmdeq.solvers.gradients import Implicit, deq
-from lipmdeq.solvers.solution import Map, Memory
+from lipmdeq.solvers.solution import Map
 
 Autocast = Callable[[], AbstractContextManager]
 
@@ -43,9 +41,7 @@ class Bottleneck(nn.Module):
 
 
 class Head(nn.Module):
-    """Bottleneck for each branch, summed from high to low resolution, 1x1 to F features, average pool,
-    linear.
-    """
+    """Bottleneck for each branch, summed from high to low resolution, 1x1 to F features, average pool, linear."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -66,9 +62,7 @@ class MDEQ(nn.Module):
     """The whole classifier: logits = head(z*), z* = f(z*; stem(x)).
 
     Args:
-        cfg: what to build.
-        solver: forward solver (any of :mod:`lipmdeq.solvers`).
-        adjoint: gradient rule (any of :mod:`lipmdeq.solvers`).
+        cfg: what to build. solver: forward solver; adjoint: gradient rule (any of :mod:`lipmdeq.solvers`).
 
     Attributes:
         largest_image: largest side of images that are taken, that of the configuration: ‖W‖₂ ≤ c is enforced for its maps, and
@@ -89,9 +83,8 @@ class MDEQ(nn.Module):
         if cfg.injection == "all":
             widths = [width * 2**i for i in range(cfg.n)]
             self.down = nn.ModuleList(_conv_bn(w, 2 * w, 3, 2) for w in widths[:-1])
-            self.inject = nn.ModuleList(
-                _conv_bn(w, c, 1, relu=not potential) for w, c in zip(widths, wide, strict=True)
-            )
+            pairs = zip(widths, wide, strict=True)
+            self.inject = nn.ModuleList(_conv_bn(w, c, 1, relu=not potential) for w, c in pairs)
         elif cfg.injection_conv or potential or width != wide[0]:
             self.stem.append(_conv_bn(width, wide[0], 1, relu=not potential))
         self.f = PotentialMap(cfg) if potential else FixedPointMap(cfg)
@@ -101,11 +94,8 @@ class MDEQ(nn.Module):
     def z0(self, u: Tensor) -> list[Tensor]:
         """Zeros for every branch, for an injection u (B, C, H, W) into the first one."""
         b, _, h, w = u.shape
-        fmt = torch.channels_last
-        return [
-            torch.zeros(b, ci, h >> i, w >> i, device=u.device, dtype=u.dtype).to(memory_format=fmt)
-            for i, ci in enumerate(self.cfg.channels)
-        ]
+        zeros = [u.new_zeros(b, ci, h >> i, w >> i) for i, ci in enumerate(self.cfg.channels)]
+        return [z.to(memory_format=torch.channels_last) for z in zeros]
 
     def check_images(self, x: Tensor) -> None:
         """ValueError for images x (B, C, H, W) whose maps do not fit, or whose f has no bound (see ``largest_image``)."""
@@ -144,20 +134,11 @@ class MDEQ(nn.Module):
 
         return f, self.z0(u[0].to(wide)), self.f.inputs(u, held)
 
-    def equilibrium(
-        self,
-        x: Tensor,
-        solver=None,
-        adjoint=None,
-        autocast: Autocast = nullcontext,
-        pair: bool = False,
-        memory: Memory | None = None,
-    ):
-        """(z*, Solution) for images x (B, C, H, W); arguments as in :func:`lipmdeq.solvers.deq`."""
+    def equilibrium(self, x: Tensor, solver=None, adjoint=None, autocast: Autocast = nullcontext, **options):
+        """(z*, Solution) for images x (B, C, H, W); ``pair`` and ``memory`` as in :func:`lipmdeq.solvers.deq`."""
         self.check_images(x)
         f, z0, inputs = self.problem(x, autocast)
-        solver, adjoint = solver or self.solver, adjoint or self.adjoint
-        return deq(f, z0, solver=solver, adjoint=adjoint, inputs=inputs, pair=pair, memory=memory)
+        return deq(f, z0, solver=solver or self.solver, adjoint=adjoint or self.adjoint, inputs=inputs, **options)
 
     def forward(self, x: Tensor, details: bool = False):
         """Logits (B, classes); with details also the Solution of the solve."""
@@ -166,23 +147,13 @@ class MDEQ(nn.Module):
         return (logits, solution) if details else logits
 
     def constrain(self, prove: bool = True) -> float:
-        """Apply the constraints of the configuration to f; call it after every optimizer step.
-
-        With ``prove`` all norms are proved to be at most c when it returns, and what it returns is the largest bound over c that
-        it found before. Without, one power step for each convolution estimates them, which is cheap (see :class:`Conv`).
+        """Apply the constraints of the configuration to f; call it after every optimizer step. With ``prove`` all norms are at
+        most c, proved, when it returns the largest bound over c that it found before; without, see :meth:`Conv.constrain`.
         """
         return self.f.constrain(prove)
 
 
-def build(
-    preset: str | ModelConfig = "paper-cifar10",
-    model: str = "lipschitz",
-    ablation: str | None = None,
-    *,
-    solver=None,
-    adjoint=None,
-    **changes,
-):
+def build(preset="paper-cifar10", model="lipschitz", ablation=None, *, solver=None, adjoint=None, **changes) -> MDEQ:
     """An :class:`MDEQ` by name, in ``channels_last``; arguments as in :func:`configure`, or a whole configuration."""
     shape = preset if isinstance(preset, ModelConfig) else configure(preset, model, ablation, **changes)
     return MDEQ(shape, solver, adjoint).to(memory_format=torch.channels_last)
