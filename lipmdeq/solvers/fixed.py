@@ -5,6 +5,7 @@ No evaluation waits for a decision of the host. `options` is a `loop.Picard`.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 
@@ -17,7 +18,11 @@ from lipmdeq.solvers.layout import Layout, norms, select
 from lipmdeq.solvers.solution import Map, Solution, SolverWarning, State
 from lipmdeq.solvers.track import Calls, conclude
 
-WORTH_CAPTURING = 4  # evaluations in a row: to capture one costs about as much as to run it
+WARM_UP = 3  # evaluations before a capture: torch asks for a few, on the stream that will capture
+WORTH_CAPTURING = (
+    16  # evaluations in a row: to capture one costs three to warm up, one to record and a wait of the host
+)
+_refused: set[object] = set()  # the code of maps that could not be captured: they are not tried again
 
 
 def in_blocks(options, calls: Calls, expect: int | None) -> Solution:
@@ -27,15 +32,15 @@ def in_blocks(options, calls: Calls, expect: int | None) -> Solution:
     next ones are as long as the slowest sample still needs at the rate that was seen, but at most `check`. No sample stops
     before the others.
     """
-    auto, z, before = options.steps == "auto", calls.z0, None
+    auto, z, before, f = options.steps == "auto", calls.z0, None, calls.f
     todo = options.steps
     if auto:
         known = banach.steps(options.L, options.tol) + 1 if options.L is not None else options.check
         todo = min(max(expect or known, options.min_iter), options.max_iter)
     while True:
         for i in range(todo):
-            if i == 1 and todo - 1 > WORTH_CAPTURING and z[0].is_cuda:
-                calls.f = captured(calls.f, calls.pack(z))
+            if i == 1 and todo - 1 > WORTH_CAPTURING and z[0].is_cuda and calls.f is f:
+                calls.f = captured(f, calls.pack(z))
             fz = calls(z, last=i == todo - 1)
             if i < todo - 1:
                 before, z = z, _step(options, z, fz)
@@ -91,17 +96,36 @@ def _conclude(options, calls: Calls, found: tuple, measured: tuple, need: np.nda
     return solution
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of a device on which maps are warmed up and captured: libraries keep a handle for each stream."""
+    return torch.cuda.Stream(device)
+
+
 def captured(f: Map, z: State) -> Map:
     """f as a CUDA graph, for the evaluations without gradient of one solve: they are launched as a whole.
 
-    Written after the documentation of torch; it has not been run on a GPU. Where f cannot be captured, f itself is returned.
+    Written after the documentation of torch and tested with a stand-in; it has not been run on a GPU. Where f cannot be
+    captured, f itself is returned, with a warning, and such an f is not tried again. Products with the Jacobian are
+    expected to be among these: torch runs them on the stream on which f was recorded, which does not capture.
     """
+    code = getattr(f, "__code__", type(f))
+    if code in _refused:
+        return f
     single = isinstance(z, Tensor)
     here, graph = [t.clone() for t in ([z] if single else z)], torch.cuda.CUDAGraph()
+    side, current = _side_stream(here[0].device), torch.cuda.current_stream(here[0].device)
     try:
-        with torch.cuda.graph(graph):
-            out = f(here[0] if single else here)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                f(here[0] if single else list(here))
+        current.wait_stream(side)
+        # The outer `with`: where a capture fails, torch.cuda.graph does not go back to the current stream.
+        with torch.cuda.stream(current), torch.cuda.graph(graph, stream=side):
+            out = f(here[0] if single else list(here))
     except RuntimeError as e:
+        _refused.add(code)
         warnings.warn(f"f was not captured as a CUDA graph ({e})", SolverWarning, stacklevel=2)
         return f
 
@@ -109,7 +133,7 @@ def captured(f: Map, z: State) -> Map:
         for a, b in zip(here, [z] if single else z, strict=True):
             a.copy_(b)
         graph.replay()
-        return out.clone() if single else [t.clone() for t in out]
+        return out.clone() if single else [t.clone() for t in out]  # the next replay writes over out
 
     return replay
 
