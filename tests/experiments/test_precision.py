@@ -107,7 +107,7 @@ def test_smallest_tolerance_is_right_from_both_sides(problem, solver):
     good, least, vain = (solver(tol=k * u, max_iter=CAP).solve(rounded, z0) for k in (2, 1, 1 / 16))
     assert good.converged.all() and good.nfe <= 20
     assert far(f(good.z), good.z) < 5 * u  # what is reported, 2u, and the rounding of f
-    assert vain.nfe == CAP > least.nfe or least.nfe == CAP
+    assert vain.nfe > least.nfe or least.nfe == CAP
     assert far(f(vain.z), vain.z) > max(u / 2, 0.8 * far(f(least.z), least.z))
 
 
