@@ -1,6 +1,6 @@
 """Exercise Colab's first cell and the Binder folder in fresh environments: lesson 1 and train.ipynb must run there.
 
-Usage: python tools/colab.py [colab] [binder] [--python /path/to/python] [--folder /path/with/room]
+Usage: python tools/colab.py [colab] [binder] [--python /path/to/python] [--folder /path/with/room] [--cells N]
 
 - ``colab``: a new environment with nothing but a kernel, and a module ``google.colab`` that is a stand-in. The notebooks get the
   first cell that ``make address`` writes, for a repository on this disk that holds the last commit; the cell clones and installs.
@@ -50,8 +50,9 @@ def environment(folder: Path, python: str) -> Path:
     return folder / "bin" / "python"
 
 
-def execute(notebook: dict, python: Path, cwd: Path, name: str) -> None:
-    """All cells, with the kernel of an environment; an error in one of them ends this program."""
+def execute(notebook: dict, python: Path, cwd: Path, name: str, cells: int | None) -> None:
+    """All cells, or the first ones, with the kernel of an environment; an error in one of them ends this program."""
+    notebook = {**notebook, "cells": [c for c in notebook["cells"] if c["cell_type"] == "code"][:cells]}
     start = time.perf_counter()
     kernels = cwd / "kernels"
     (kernels / "fresh").mkdir(parents=True, exist_ok=True)
@@ -68,7 +69,7 @@ def execute(notebook: dict, python: Path, cwd: Path, name: str) -> None:
     print(f"  {name}: {len(client.nb.cells)} cells in {time.perf_counter() - start:.0f} s; {last.strip()}", flush=True)
 
 
-def colab(folder: Path, interpreter: str) -> None:
+def colab(folder: Path, interpreter: str, cells: int | None) -> None:
     url = publish(folder)
     for name in NOTEBOOKS:  # each notebook is a machine of its own, but to install once is enough
         python = folder / "colab" / "bin" / "python"
@@ -81,10 +82,11 @@ def colab(folder: Path, interpreter: str) -> None:
             (site / "stand_in_for_colab.pth").write_text("import google.colab\n")  # is loaded at the start, as there
         here = folder / name.removesuffix(".ipynb")
         here.mkdir()
-        execute(with_cell(json.loads((ROOT / "notebooks" / name).read_text("utf8")), url), python, here, name)
+        source = json.loads((ROOT / "notebooks" / name).read_text("utf8"))
+        execute(with_cell(source, url), python, here, name, cells)
 
 
-def binder(folder: Path, interpreter: str) -> None:
+def binder(folder: Path, interpreter: str, cells: int | None) -> None:
     run("git", "clone", "-q", publish(folder), folder / "lipmdeq")
     python = environment(folder / "binder", interpreter)
     path = os.pathsep.join([str(python.parent), os.environ["PATH"]])
@@ -92,7 +94,7 @@ def binder(folder: Path, interpreter: str) -> None:
     subprocess.run([python, "-m", "jupyterlab", "--version"], env=clean(), check=True)
     for name in NOTEBOOKS:
         place = folder / "lipmdeq" / "notebooks"
-        execute(json.loads((place / name).read_text("utf8")), python, place, name)
+        execute(json.loads((place / name).read_text("utf8")), python, place, name, cells)
 
 
 def main() -> None:
@@ -101,6 +103,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=list(places), help="colab, binder (default: both)")
     parser.add_argument("--python", default=sys.executable, help="the interpreter (default: this one's version)")
     parser.add_argument("--folder", help="where the temporary folder is made: 8 GB are needed")
+    parser.add_argument("--cells", type=int, help="only so many code cells of each notebook (default: all)")
     args = parser.parse_args()
     if unknown := [what for what in args.what if what not in places]:
         parser.error(f"{unknown[0]}: must be colab or binder")
@@ -109,7 +112,7 @@ def main() -> None:
         start = time.perf_counter()
         print(f"{what}:", flush=True)
         with TemporaryDirectory(prefix=f"lipmdeq-{what}-", dir=args.folder) as folder:
-            places[what](Path(folder).resolve(), args.python)
+            places[what](Path(folder).resolve(), args.python, args.cells)
         print(f"{what}: fine, {time.perf_counter() - start:.0f} s", flush=True)
 
 
