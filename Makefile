@@ -1,7 +1,7 @@
 # Everything starts here: `make` lists the targets. Nothing has to be installed or activated beforehand.
 .DEFAULT_GOAL := help
 .PHONY: help setup book pdf test lint outputs address picture data bench reproduce student slides lab clean \
-  train shell portable
+  train shell portable colab
 
 PY := .venv/bin/python
 CORES ?= 2
@@ -36,6 +36,9 @@ test: setup ## run the tests, then every notebook against its stored outputs
 
 portable: setup ## all tests and notebooks as on other machines: old processor, two threads (about 45 minutes)
 	@tools/machines.sh $(ON) $(if $(WHAT),-- $(WHAT))
+
+colab: setup ## run lesson 1 and train.ipynb as on Colab and on Binder, each in a fresh environment (about 10 minutes, 8 GB)
+	$(PY) tools/colab.py
 
 lint: setup ## check style and formatting of Python files and notebooks
 	$(PY) -m ruff check .

@@ -62,11 +62,11 @@ def colab_source(url: str) -> str:
     """Source of a notebook's first cell: on Colab, fetch the project and install it; elsewhere, nothing."""
     folder = url.rsplit("/", 1)[-1]
     return (
-        "import sys\n\n"
+        "import os\nimport sys\n\n"
         'if "google.colab" in sys.modules:\n'
         f"    !git clone -q --depth 1 -b {BRANCH} {url}\n"
         f"    %pip install -q -e {folder}\n"
-        f'    sys.path.insert(0, "/content/{folder}")\n'
+        f'    sys.path.insert(0, os.path.abspath("{folder}"))\n'
         f"    %cd -q {folder}/notebooks"
     )
 

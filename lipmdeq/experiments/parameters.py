@@ -28,6 +28,7 @@ FAMILIES = {  # what parameters are where nothing is said
     "paper": {"a": 0.4, "alpha2": 0.3, "p": 0.3, "injection": "first"},
     "potential": {"alpha2": 0.5, "p": 0.0, "injection": "all"},
 }
+UNIT_ROUNDOFF = {"tf32": 2.0**-11, "bfloat16": 2.0**-8}  # of what convolutions read: 11 and 8 binary digits
 LIPSCHITZ = ("a", "c", "gamma", "alpha1", "alpha2")  # have no meaning for the baseline MDEQ
 PAPER = ("a", "c", "gamma", "alpha1", "ablation", "model")  # have no meaning for block = "potential"
 
@@ -248,8 +249,10 @@ class RunConfig(BaseModel):
     # the machine
     device: Device = par("auto", "auto (a GPU if there is one), cpu, cuda or cuda:<number>")
     threads: Whole = par(1, "threads of one process on the CPU", ge=1, le=1024)
-    precision: Literal["float32", "tf32", "bfloat16"] = par("float32", "float32, tf32 or bfloat16")
-    compile: bool = par(False, "True: compile f with torch.compile")
+    precision: Literal["float32", "tf32", "bfloat16"] = par(
+        "float32", "float32, tf32 (tol >= 2^-11) or bfloat16 (tol >= 2^-8, 0.01 is usual)"
+    )
+    compile: bool = par(False, "True: compile f with torch.compile; on a CPU it needs a C++ compiler")
     # what is kept
     out: Text = par("", "folder of the run; empty: nothing is kept")
     checkpoint_every: Whole = par(100, "steps between checkpoints", ge=1, le=10**9)
@@ -286,6 +289,11 @@ class RunConfig(BaseModel):
             raise ValueError(f"ablation = {self.ablation!r}: must be None for model = 'mdeq'")
         if self.fixed_steps is not None and self.solver != "picard":
             raise ValueError(f"fixed_steps = {self.fixed_steps!r}: must be None for solver = {self.solver!r}")
+        if self.tol < (least := UNIT_ROUNDOFF.get(self.precision, 0.0)):
+            raise ValueError(
+                f"tol = {self.tol:g}: must be >= {least:g} for precision = {self.precision!r}: below, a residual says how "
+                "numbers are rounded and nothing about f"
+            )
         if self.compile and self.jacobian_weight:
             raise ValueError("compile = True: must be False with jacobian_weight > 0 (second derivatives)")
         if self.eval_split == "val" and not self.val_images:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -89,6 +90,10 @@ class World:
             torch.cuda.set_device(device)
         elif cfg.precision == "tf32":
             raise ParameterError("precision = 'tf32': must be float32 or bfloat16 on a CPU")
+        if cfg.compile and device.type == "cpu" and not has_cpp_compiler():
+            raise ParameterError(
+                "compile = True: must be False on a CPU without a C++ compiler (g++, or what CXX names)"
+            )
         if cfg.batch % size:
             raise ParameterError(f"batch = {cfg.batch}: must be a multiple of the number of processes, {size}")
         most = 4 * (os.cpu_count() or 1)  # more stand in each other's way, and far more stop the machine
@@ -138,7 +143,8 @@ class World:
             import torch._functorch.config as functorch
 
             functorch.donated_buffer = False
-            model.f.compile()
+            torch.compiler.reset()  # graphs of other runs in this process count against the limit of f
+            model.f.compile(fullgraph=True)  # f is one graph, or an error: never a part of it in silence
         return model
 
     def autocast(self) -> AbstractContextManager:
@@ -171,6 +177,12 @@ class World:
     def wait(self) -> None:
         if self.size > 1:
             dist.barrier()
+
+
+def has_cpp_compiler() -> bool:
+    """Whether what torch.compile makes for a CPU can be built: torch calls g++ (clang++ on a Mac), or what CXX names."""
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    return shutil.which(os.environ.get("CXX") or usual) is not None
 
 
 def progress_bar(total: int, start: int, text: str) -> tqdm:

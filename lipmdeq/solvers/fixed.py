@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lipmdeq.bounds import banach
+from lipmdeq.solvers.capture import WORTH_CAPTURING, captured
 from lipmdeq.solvers.layout import Layout, norms, select
-from lipmdeq.solvers.solution import Calls, Solution
+from lipmdeq.solvers.solution import Calls, Solution, like
 
 BLOCK = 5  # evaluations between two looks at the residuals, at most, once one was seen
 
@@ -20,7 +21,7 @@ def in_blocks(options, calls: Calls, expect: int | None) -> Solution:
     The first block is as long as is expected: by the last solve, by L (Banach, from z = 0), else BLOCK; the next ones as long
     as the slowest sample still needs at the rate that was seen, at most BLOCK. No sample stops before the others.
     """
-    todo, auto, before, z, fz = options.steps, options.steps == "auto", None, calls.z0, None
+    todo, auto, before, z, fz, f = options.steps, options.steps == "auto", None, calls.z0, None, calls.f
     if auto:
         known = BLOCK if options.L is None else banach.steps(options.L, options.tol) + 1
         todo = min(max(expect or known, options.min_iter), options.max_iter)
@@ -28,6 +29,8 @@ def in_blocks(options, calls: Calls, expect: int | None) -> Solution:
         for left in reversed(range(todo)):
             if fz is not None:
                 before, z = z, _step(options, z, fz)
+                if left >= WORTH_CAPTURING and z[0].is_cuda and calls.f is f:
+                    calls.f = captured(f, like(z, calls.model))
             fz = calls(z, last=left == 0)
         *move, r, size = _look(before, z, fz)
         value = r / np.maximum(size, 1e-300) if options.relative else r

@@ -148,6 +148,9 @@ def test_first_cell_follows_the_address(path):
     source = "".join(first["source"])
     assert "remove-cell" in first["metadata"]["tags"] and f"-b main {url}\n" in source
     assert 'if "google.colab" in sys.modules:' in source
+    assert (
+        'sys.path.insert(0, os.path.abspath("lipmdeq"))\n    %cd' in source
+    )  # wherever Colab starts; `make colab` runs it
     assert len(rest) == len(address.with_cell(json.loads(stored), "")["cells"])
     counts = [cell["execution_count"] for cell in [first, *rest] if cell["cell_type"] == "code"]
     assert counts == list(range(1, len(counts) + 1))

@@ -1,13 +1,16 @@
 """Ready for an accelerator, tested without one: whole runs on a pretended device end bit-equal to the CPU (:mod:`pretend`)."""
 
 import dataclasses
+import importlib
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from pretend import DEVICE, Factory, Pretend, Watch
+from torch.utils._pytree import tree_map
 
+from lipmdeq import experiments, model, solvers
 from lipmdeq.certificate import certify
 from lipmdeq.depth import depth
 from lipmdeq.experiments import checkpoints, training
@@ -15,7 +18,7 @@ from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.training import Run
 from lipmdeq.experiments.world import World
 from lipmdeq.jacobian import Measurement
-from lipmdeq.model.layers import MGN
+from lipmdeq.model.layers import Conv
 
 SMALL = dict(n=2, train_images=32, test_images=16, batch=16, epochs=1, lr=5e-3, p=0.2, device="cpu", prove_every=2)
 # Every gradient rule, solver and block at least once; c is small, so that the constraint acts.
@@ -162,17 +165,74 @@ def test_certificate_and_depth_are_equal(fields, tmp_path):
 
 # ---------------------------------------------------------------- would these tests see it?
 
+# What is changed, and a run that uses it: f of both blocks, stem and head, dropout, solvers, constraint, loss, counts.
+PLACES = {
+    "fused.normed": dict(a=0.4),
+    "fused.mean_normed": dict(a=0.4),
+    "fused.residual": dict(a=0.4),
+    "fused.fusion": dict(a=0.4),
+    "fused.down": dict(a=0.4),
+    "fused.add_up": dict(block="potential"),
+    "fused.post_fusion": dict(a=0.4),
+    "fused.potential": dict(block="potential"),
+    "fused.certified": dict(block="potential"),
+    "layers.Conv.forward": dict(a=0.4),
+    "layers.Conv._powers": dict(a=0.4),
+    "layers.MGN.scale": dict(a=0.4),
+    "layers.VariationalDropout.draw": dict(a=0.4),
+    "potential.PotentialMap.mixing": dict(block="potential"),
+    "network.Bottleneck.forward": dict(a=0.4),
+    "network.Head.forward": dict(a=0.4),
+    "network.MDEQ.injected": dict(a=0.4),
+    "network.MDEQ.z0": dict(a=0.4),
+    "layout.Layout.unpack": dict(a=0.4, c=2.0),
+    "layout.Layout.empty": dict(a=0.4, solver="broyden"),
+    "fixed._step": dict(a=0.4, solver="picard", fixed_steps=3),
+    "network.MDEQ.problem": dict(block="potential", method="unrolled", steps=2),
+    "step.Batch.forward": dict(a=0.4),
+}
+ROOMS = {"layout": solvers, "fixed": solvers, "step": experiments}
 
-def test_cpu_tensor_in_a_layer_is_seen(tmp_path, monkeypatch):
-    """Test of the tests: one table on the CPU in the place of the weight's device, and the step stops."""
-    scale = MGN.scale
-    monkeypatch.setattr(
-        MGN, "scale", lambda self: scale(self) if self.weight is None else scale(self) * torch.ones(self.channels)
-    )
-    cfg = settings(a=0.4)
-    one_epoch(Run(cfg, tmp_path / "cpu", World.open(cfg)))
+
+def place(name: str) -> tuple[object, str]:
+    """The module or class that holds a name of PLACES, and the name there."""
+    first, *inner, last = name.split(".")
+    holder = importlib.import_module(f"{ROOMS.get(first, model).__name__}.{first}")
+    for part in inner:
+        holder = getattr(holder, part)
+    return holder, last
+
+
+def change(monkeypatch, name: str, sneak) -> None:
+    """Every tensor of floats that comes out of a function goes through ``sneak`` first."""
+    holder, last = place(name)
+    original = getattr(holder, last)
+
+    def on(t):
+        return sneak(t) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() else t
+
+    def changed(*args, **kwargs):
+        return tree_map(on, original(*args, **kwargs))
+
+    monkeypatch.setattr(holder, last, changed)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_cpu_tensor_anywhere_is_seen(name, tmp_path, monkeypatch):
+    """Test of the tests: a tensor of the CPU in the wrong place, harmless on the CPU, stops the step on the device."""
+    change(monkeypatch, name, lambda t: t + torch.zeros(1))
     with Factory(), pytest.raises(RuntimeError, match="tensors on pretend and cpu meet"):
-        one_epoch(there(cfg, tmp_path / "there"))
+        one_epoch(there(settings(**PLACES[name]), tmp_path))
+
+
+def test_cpu_tensor_in_a_proof_is_seen(tmp_path, monkeypatch):
+    with Factory():
+        run = there(settings(a=0.4), tmp_path)
+        conv = next(m for m in run.model.f.modules() if isinstance(m, Conv))
+        change(monkeypatch, "layers.Conv.kernel", lambda t: t + torch.zeros(1))
+        for call in (conv.constrain, run.model.constrain):
+            with pytest.raises(RuntimeError, match="tensors on pretend and cpu meet"):
+                call()
 
 
 # ---------------------------------------------------------------- what would make an accelerator wait
@@ -189,14 +249,26 @@ def watched_step(run: Run) -> tuple[Watch, int]:
     return seen, before[-1] - before[-2]
 
 
-@pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
-def test_waits_of_a_step_are_bounded(solver, tmp_path):
-    """One for each evaluation, and one for the loss."""
+WAITING = {
+    "picard": dict(a=0.4, solver="picard"),
+    "anderson": dict(a=0.4),
+    "broyden": dict(a=0.4, solver="broyden"),
+    "potential": dict(block="potential"),
+    "mdeq": dict(model="mdeq", max_forward=4, max_backward=4),
+    "jfb": dict(a=0.4, method="jfb"),
+    "phantom": dict(a=0.4, method="phantom"),
+    "unrolled": dict(block="potential", method="unrolled", steps=2),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_waits_of_a_step_are_bounded(name, tmp_path):
+    """One for each evaluation, and one for the loss: no room for another one."""
     with Factory():
-        run = there(settings(a=0.4, solver=solver, prove_every=10**6), tmp_path)
+        run = there(settings(**WAITING[name], prove_every=10**6), tmp_path)
         run.model.train()
         seen, nfe = watched_step(run)
-    assert nfe >= 3 and 0 < seen.total <= nfe + 1, seen.places
+    assert nfe >= 2 and seen.total == nfe + 1, seen.places
 
 
 @pytest.mark.parametrize("steps", [4, "auto"])
@@ -219,12 +291,58 @@ def test_constraint_without_proof_waits_for_nothing(tmp_path):
         assert seen.total == 0, seen.places
 
 
-def test_added_item_is_seen(tmp_path, monkeypatch):
-    """Test of the tests: a value that a layer reads is counted."""
-    scale = MGN.scale
-    monkeypatch.setattr(MGN, "scale", lambda self: scale(self) * float(self.weight is None or self.weight[0] * 0 + 1))
+ITEMS = [
+    name for name in PLACES if name not in ("layout.Layout.empty", "fixed._step", "layers.VariationalDropout.draw")
+]
+
+
+@pytest.mark.parametrize("name", [*ITEMS, "layers.VariationalDropout.draw"])
+def test_added_item_is_seen(name, tmp_path, monkeypatch):
+    """Test of the tests: a value that is read, in any of these places, is one wait too many."""
+    change(monkeypatch, name, lambda t: t * float(t.detach().sum() > -1e30))
     with Factory():
-        run = there(settings(a=0.4, solver="picard", prove_every=10**6), tmp_path)
+        run = there(settings(**PLACES[name], prove_every=10**6), tmp_path)
         run.model.train()
         seen, nfe = watched_step(run)
-    assert seen.total > nfe + 1
+    assert seen.total > nfe + 1, seen.places
+
+
+def test_added_item_with_fixed_steps_is_seen(tmp_path, monkeypatch):
+    change(monkeypatch, "fixed._step", lambda t: t * float(t.detach().sum() > -1e30))
+    with Factory():
+        run = there(settings(a=0.4, c=2.0, solver="picard", fixed_steps=4, prove_every=10**6), tmp_path)
+        run.model.train()
+        seen, _ = watched_step(run)
+    assert seen.total > 3, seen.places
+
+
+def test_added_item_in_the_constraint_is_seen(tmp_path, monkeypatch):
+    """`test_constraint_without_proof_waits_for_nothing` has no room for it."""
+    original = Conv.estimate
+    monkeypatch.setattr(Conv, "estimate", lambda self, *args: (float(self.weight.sum()), original(self, *args))[1])
+    with Factory():
+        run = there(settings(a=0.4), tmp_path)
+        run.model.constrain(prove=False)
+        with Watch() as seen:
+            run.model.constrain(prove=False)
+    assert seen.total > 0
+
+
+# ---------------------------------------------------------------- timers
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_timers_wait_only_if_asked(asked, tmp_path, monkeypatch):
+    """On a GPU a clock that waits shows the work and not the queue, and slows it: only LIPMDEQ_CLOCKS=exact does it."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.delenv("LIPMDEQ_CLOCKS", raising=False)
+    if asked:
+        monkeypatch.setenv("LIPMDEQ_CLOCKS", "exact")
+    cfg = settings(a=0.4)
+    run = Run(cfg, tmp_path, World.open(cfg))
+    run.world.device = torch.device("cuda", 0)  # for the clocks alone: the data and the model are where they were
+    x, y = next(iter(run.data.train.batches(cfg.batch, train=True, seed=0, drop_last=True)))
+    run.model.train()
+    run._one_step(x, y, 0.0)
+    assert waited == [torch.device("cuda", 0)] * (4 if asked else 0)
