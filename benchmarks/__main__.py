@@ -206,9 +206,9 @@ def one_evaluation(net: nn.Module, x: torch.Tensor, rounds: int, compiled: bool)
 def overhead(nets: dict, x: torch.Tensor, rounds: int) -> dict:
     """2. Share of a solve that is spent outside f.
 
-    ``overhead_picard``: the number of steps comes from the constant L of the hyperparameters (a = 0.4), no residual is
-    formed; ``overhead_picard_residuals`` and ``overhead_anderson`` measure the residual of every image in every step. These
-    are solves of 18 evaluations, with a full history; ``overhead_<row>`` are Anderson's solves as the rows of Table 1 run them.
+    ``overhead_picard``: the number of steps comes from the constant L of the hyperparameters (a = 0.4), residuals are formed
+    at the end; ``overhead_picard_residuals`` and ``overhead_anderson`` measure those of every image in every step. These are
+    solves of 18 evaluations, with a full history; ``overhead_<row>`` are Anderson's solves as the rows of Table 1 run them.
     For comparison ``overhead_torchdeq``, the Anderson of torchdeq for 18 evaluations, and ``overhead_memory``, the limit:
     a plain read of Anderson's history, six pairs of states, after each evaluation.
     """

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lipmdeq.bounds import check_choice, check_range, check_whole
-from lipmdeq.solvers.fixed import a_priori, in_blocks
+from lipmdeq.solvers.fixed import in_blocks
 from lipmdeq.solvers.layout import Layout, Map, State, select
 from lipmdeq.solvers.solution import Calls, ConvergenceError, Options, Solution, SolverWarning, checked
 from lipmdeq.solvers.steps import AndersonStep, BroydenStep, PicardStep
@@ -159,8 +159,7 @@ class Picard(Solver):
 
     Attributes:
         damping: z <- (1-damping) z + damping f(z).
-        L: a constant < 1 of f (in l2). The number of steps then comes from the a-priori bound (`fixed.proved_count`), and no
-            residual is computed: `residuals` is one row, the proved bound, and z the last iterate, after that many calls.
+        L: a constant < 1 of f (in l2), which foretells the number of steps (Banach, from z = 0): as steps = "auto".
         steps: this many evaluations, whatever max_iter says; "auto": as many as the last solve, L or the observed rate
             foretells. The host reads one row of residuals after them ("auto": and every few more); L turns it into the
             proved `Solution.error`.
@@ -181,9 +180,8 @@ class Picard(Solver):
             raise ValueError("tol = 0: must be > 0 if L is given, or steps = 'auto'")
 
     def _run(self, calls: Calls, expect: int | None) -> Solution:
-        if self.steps is not None:
-            return in_blocks(self, calls, expect)
-        return iterate(self, calls, expect) if self.L is None else a_priori(self, calls)
+        foreseen = self.steps is not None or self.L is not None
+        return in_blocks(self, calls, expect) if foreseen else iterate(self, calls, expect)
 
 
 @dataclass(frozen=True, kw_only=True)
