@@ -119,9 +119,9 @@ class Conv(Layer):
         """A lower estimate of the operator norm: √‖TᵀTv‖ of a unit vector v, (C_in, H, W), that this power step improves.
 
         A step of Adam can raise the norm by a third in a direction that v does not know. So another vector follows the direction
-        in which the last change of the kernel is largest, by a power step too (changes resemble one another), at every second
-        call; it takes the place of v where T makes it longer. At first both are random and take COLD_STEPS steps. The norm of a
-        1x1 convolution is that on one pixel.
+        in which the last change of the kernel is largest, by a power step at every second call (changes resemble one another); it
+        takes the place of v where T makes it longer. At first both are random and take COLD_STEPS steps. The norm of a 1x1
+        convolution is that on one pixel.
         """
         kernel = self.kernel().detach()
         cold = self._seen is None or (self._seen.device, self._seen.dtype) != (kernel.device, kernel.dtype)
@@ -134,8 +134,7 @@ class Conv(Layer):
             self._seen = kernel
         elif self._due:
             self._change, _ = self._power(kernel - self._seen, self._change)
-        vectors = [self._top, self._change] if cold or self._due else [self._top]
-        self._top, length = self._power(kernel, *vectors)
+        self._top, length = self._power(kernel, self._top, self._change)
         self._due = cold or not self._due
         return length.sqrt()
 
