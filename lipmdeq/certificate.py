@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import html
-import json
 import math
 import time
 from dataclasses import asdict, dataclass
 from numbers import Real
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +21,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lipmdeq import bounds
-from lipmdeq.checks import jsonable
 from lipmdeq.jacobian import Measurement
 from lipmdeq.model.blocks import FixedPointMap, Fusion, PostFusion, ResidualBlock
 from lipmdeq.model.layers import GN, MGN, Chain, Conv, ConvNorm, DownPath, SReLU, Up, UpPath, VariationalDropout
@@ -218,10 +215,6 @@ class Certificate:
 
     def to_dict(self) -> dict:
         return {**asdict(self), "certified": self.certified, "slack": self.slack}
-
-    def save(self, path: str | Path) -> None:
-        """Write as JSON; infinite values become null, with ``certified`` false beside them."""
-        Path(path).write_text(json.dumps(jsonable(self.to_dict()), indent=1) + "\n")
 
     def summary_rows(self) -> list[tuple[str, str, str]]:
         """(what, value, kind) of the summary, for print and HTML."""

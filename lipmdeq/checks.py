@@ -4,7 +4,6 @@ Unrounded values are compared; printed ones are rounded, because the stored outp
 """
 
 import functools
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -103,8 +102,3 @@ def grader(grade: Callable[..., None]) -> Callable[..., None]:
             print(f"✗ not yet: the check ended with {type(error).__name__}{f': {reason}' if reason else ''}")
 
     return graded
-
-
-def jsonable(value: Any) -> Any:
-    """The same with infinities and NaN as None, which JSON does not have, and tuples as lists."""
-    return json.loads(json.dumps(value), parse_constant=lambda name: None)

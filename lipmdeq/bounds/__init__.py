@@ -12,7 +12,7 @@ from lipmdeq.bounds.banach import (
     steps,
     steps_to_error,
 )
-from lipmdeq.bounds.inverse import Advice, advise, feasible, largest
+from lipmdeq.bounds.inverse import feasible, largest
 from lipmdeq.bounds.matrices import frobenius, perron, spectral
 from lipmdeq.bounds.operations import (
     check_choice,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lipmdeq.bounds.operations import check_choice, check_range
 from lipmdeq.bounds.spec import LipschitzSpec
@@ -73,44 +73,3 @@ def largest(
     """The largest value of `field` with L < target, the others fixed; None if none does (`feasible`)."""
     interval = feasible(spec, field, target, reading, train)
     return None if interval is None else interval[1]
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Change `field` from `now` to `to`, and the constant becomes `L`."""
-
-    field: str
-    now: float
-    to: float
-    L: float
-
-    def __str__(self) -> str:
-        verb = "lower" if self.to < self.now else "raise"
-        # rounded down: a value just below 1 must not read as 1
-        return f"{verb} {self.field} from {self.now:g} to {self.to:g}: L = {math.floor(self.L * 1e6) / 1e6:g}"
-
-
-def _rounded(edge: float, up: bool) -> float:
-    """Four decimals, or four digits of a number below 0.1, rounded up or down."""
-    digits = 4 - min(0, math.floor(math.log10(edge)) + 1) if edge > 0 else 4
-    return round((math.ceil if up else math.floor)(edge * 10.0**digits) / 10.0**digits, digits)
-
-
-def advise(spec: LipschitzSpec, target: float = 1.0, reading: str = "perron", train: bool = True) -> list[Advice]:
-    """Every change of one single field that brings L below `target`; empty if L is there already.
-
-    `to` is the nearest value that does it, rounded towards the safe side; for n, the largest smaller n.
-    """
-    if spec.L(reading, train) < check_range("target", target):
-        return []
-    changes = {}
-    for field in _DOMAIN:
-        if interval := feasible(spec, field, target, reading, train):
-            up = getattr(spec, field) <= interval[1]
-            edge = interval[0] if up else interval[1]
-            to = _rounded(edge, up)
-            changes[field] = to if interval[0] <= to <= interval[1] else edge
-    smaller = (n for n in range(spec.n - 1, 0, -1) if replace(spec, n=n).L(reading, train) < target)
-    if n := next(smaller, None):
-        changes["n"] = n
-    return [Advice(f, getattr(spec, f), to, replace(spec, **{f: to}).L(reading, train)) for f, to in changes.items()]

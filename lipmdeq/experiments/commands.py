@@ -160,16 +160,15 @@ def add_depth(commands) -> None:
 
 def run_depth(args: argparse.Namespace) -> int:
     """Print the depth report of a checkpoint on the test images of its data set."""
-    from lipmdeq.depth import depth
     from lipmdeq.experiments.checkpoints import load_checkpoint, load_model
-    from lipmdeq.experiments.report import depth_table
+    from lipmdeq.experiments.depth_report import depth
     from lipmdeq.experiments.training import test_images
 
     images = check_whole("images", args.images, 1, 10**9)
     model = load_model(args.checkpoint)
     cfg = RunConfig.from_mapping(load_checkpoint(args.checkpoint)["parameters"])
     report = depth(model, *test_images(cfg.changed(data_root=args.data_root), images))
-    print(json_text(report.to_dict()) if args.json else depth_table(report))
+    print(json_text(report.to_dict()) if args.json else report)
     return 0
 
 

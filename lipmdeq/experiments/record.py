@@ -24,7 +24,6 @@ from lipmdeq.experiments.parameters import OneSentence, RunConfig, RunError, sho
 
 if TYPE_CHECKING:
     from lipmdeq.certificate import Certificate
-    from lipmdeq.depth import Depth
 
 FORMAT, RECORD = 1, "record.json"  # RECORD: its name in the folder of a run
 INFINITE = ("frobenius", "spectral", "perron", "norm")  # null stands for infinity in these
@@ -156,7 +155,7 @@ class Record(Part):
     history: Annotated[list[Epoch], Field(min_length=1)]
     traces: list[Trace]
     certificate: Proof
-    depth: dict = {}  # lipmdeq.depth.Depth
+    depth: dict = {}  # lipmdeq.experiments.Depth
     weights_sha256: str  # of all parameters and buffers
     half_sha256: str | None = None  # of the same in half precision, as lessons keep them
     code: dict = {}  # commit at the end, commits of all sessions
@@ -325,11 +324,3 @@ def certificate_of(record: dict) -> Certificate:
         return Certificate(**restore({k: v for k, v in record["certificate"].items() if k in names}))
     except (KeyError, TypeError, AttributeError) as e:
         raise RunError(f"the record holds no certificate of this version ({e})") from None
-
-
-def depth_of(record: dict) -> Depth:
-    """The depth report of a record as an object that prints itself."""
-    from lipmdeq.depth import Depth
-
-    found = {k: record["depth"][k] for k in Depth.__dataclass_fields__}
-    return Depth(**{**found, "proved": math.inf if found["proved"] is None else found["proved"]})

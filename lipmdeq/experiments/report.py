@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from lipmdeq.experiments.world import machine, now, peak_memory, versions
 if TYPE_CHECKING:
     from lipmdeq.certificate import Certificate
     from lipmdeq.data import Dataset
-    from lipmdeq.depth import Depth
+    from lipmdeq.experiments.depth_report import Depth
     from lipmdeq.experiments.training import Run
     from lipmdeq.experiments.world import World
 
@@ -169,37 +168,3 @@ def curves(record: dict):
     for ax in (left, middle, right):
         ax.legend(fontsize="small")
     return fig
-
-
-def depth_table(report: Depth) -> str:
-    """The depth report for people: what each further evaluation is worth, and what was measured at z*."""
-    rows = [*zip(report.steps, report.accuracy, report.same_label, report.distance, strict=True)]
-    rows.append(("z*", report.accuracy_star, 1, 0))
-    proved = f"{report.proved:.4g}" if math.isfinite(report.proved) else "none"
-    lines = [
-        f"The model {report.verdict} ({report.images} images).",
-        "",
-        f"{'evaluations':>12} {'accuracy':>9} {'label of z*':>12} {'‖f^k(0) − z*‖/‖z*‖':>20}",
-        *(f"{k:>12} {right:>9.2%} {same:>12.2%} {gap:>20.2e}" for k, right, same, gap in rows),
-        "",
-        f"hidden ReLUs that switch between images: {report.switching:.1%}",
-        f"‖J‖₂ at z*: median {report.norm_median:.3g}, worst {report.norm_worst:.3g} (lower bounds, {report.probed} images)",
-        f"spectral radius at z*: median {report.radius_median:.3g}, worst {report.radius_worst:.3g} (estimates)",
-        f"proved L (test mode): {proved}; tightness {report.tightness:.2f}",
-        f"evaluations of f: {report.evaluations:.1f} on average; {report.converged:.1%} of the images converged",
-    ]
-    return "\n".join(lines)
-
-
-def depth_curve(report: Depth):
-    """Accuracy against the number of evaluations of f, with z* as a line; returns the axes."""
-    import matplotlib.pyplot as plt
-
-    ax = plt.subplots(figsize=(4.8, 3.0))[1]
-    ax.plot(report.steps, [100 * a for a in report.accuracy], marker="o", label="after k evaluations")
-    ax.axhline(100 * report.accuracy_star, linestyle="--", color="black", linewidth=1, label="at z*")
-    ax.set(xscale="log", xlabel="evaluations of f from z = 0", ylabel="accuracy, %", ylim=(0, 100))
-    ax.set_xticks(report.steps, [str(k) for k in report.steps])
-    ax.minorticks_off()
-    ax.legend()
-    return ax

@@ -21,8 +21,8 @@ from torch import nn
 
 from lipmdeq.certificate import certify
 from lipmdeq.data import DataError, Dataset, load
-from lipmdeq.depth import PROBED, depth
 from lipmdeq.experiments import checkpoints
+from lipmdeq.experiments.depth_report import PROBED, depth
 from lipmdeq.experiments.parameters import ParameterError, RunConfig, RunError
 from lipmdeq.experiments.record import FORMAT, RECORD, read_record, same_run, write_json
 from lipmdeq.experiments.report import epoch_line, make_record

@@ -14,13 +14,13 @@ from lipmdeq.bounds import (
     READINGS,
     LipschitzSpec,
     PotentialSpec,
-    advise,
     empirical_ratio,
     feasible,
     fusion_weights,
     largest,
     lip_convex,
 )
+from lipmdeq.experiments.bound import advise
 
 specs = st.builds(
     LipschitzSpec,

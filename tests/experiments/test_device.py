@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from lipmdeq import experiments, model, solvers
 from lipmdeq.certificate import certify
-from lipmdeq.depth import depth
 from lipmdeq.experiments import checkpoints, training
+from lipmdeq.experiments.depth_report import depth
 from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.training import Run
 from lipmdeq.experiments.world import World

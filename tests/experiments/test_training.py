@@ -23,17 +23,23 @@ import safetensors.torch
 import torch
 
 from lipmdeq.__main__ import main
-from lipmdeq.certificate import certify, jsonable
+from lipmdeq.certificate import certify
 from lipmdeq.data import files
-from lipmdeq.depth import depth
 from lipmdeq.experiments import checkpoints, training
 from lipmdeq.experiments import step as one_batch
+from lipmdeq.experiments.depth_report import depth
 from lipmdeq.experiments.parameters import ParameterError, RunConfig, RunError
 from lipmdeq.experiments.record import RECORD, Record, certificate_of, matches_config, read_record, write_json
 from lipmdeq.experiments.report import Summary, curves, make_record
 from lipmdeq.experiments.step import Sums, jacobian_weight, learning_rate, stream
 from lipmdeq.experiments.training import Run, train
 from lipmdeq.experiments.world import World
+
+
+def jsonable(value):
+    """The same with infinities and NaN as None, which JSON does not have, and tuples as lists."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)
+
 
 ROOT = Path(__file__).parents[2]
 # c is small, so that the constraint acts at most steps.

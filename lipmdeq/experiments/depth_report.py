@@ -53,7 +53,7 @@ class Depth:
 
     @property
     def verdict(self) -> str:
-        """One sentence; :func:`lipmdeq.experiments.depth_table` shows all numbers."""
+        """One sentence; ``print`` shows all numbers."""
         first = f"f(0) gives {self.same_label[0]:.1%} of its labels"
         if self.feed_forward:
             return f"is feed-forward: {first}"
@@ -64,8 +64,41 @@ class Depth:
     def to_dict(self) -> dict:
         return {**asdict(self), "tightness": self.tightness, "verdict": self.verdict}
 
+    @classmethod
+    def from_dict(cls, values: dict) -> Depth:
+        """From the field ``depth`` of a record."""
+        found = {k: values[k] for k in cls.__dataclass_fields__}
+        return cls(**{**found, "proved": math.inf if found["proved"] is None else found["proved"]})
+
     def __str__(self) -> str:
-        return f"The model {self.verdict} ({self.images} images)."
+        lines = [f"The model {self.verdict} ({self.images} images).", ""]
+        lines.append(f"{'evaluations':>12} {'accuracy':>9} {'label of z*':>12} {'‖f^k(0) − z*‖/‖z*‖':>20}")
+        for row in zip(self.steps, self.accuracy, self.same_label, self.distance, strict=True):
+            lines.append("{:>12} {:>9.2%} {:>12.2%} {:>20.2e}".format(*row))
+        lines.append(f"{'z*':>12} {self.accuracy_star:>9.2%} {1:>12.2%} {0:>20.2e}")
+        proved = f"{self.proved:.4g}" if math.isfinite(self.proved) else "none"
+        lines += [
+            "",
+            f"hidden ReLUs that switch between images: {self.switching:.1%}",
+            f"‖J‖₂ at z*: median {self.norm_median:.3g}, worst {self.norm_worst:.3g} (lower bounds, {self.probed} images)",
+            f"spectral radius at z*: median {self.radius_median:.3g}, worst {self.radius_worst:.3g} (estimates)",
+            f"proved L (test mode): {proved}; tightness {self.tightness:.2f}",
+            f"evaluations of f: {self.evaluations:.1f} on average; {self.converged:.1%} of the images converged",
+        ]
+        return "\n".join(lines)
+
+    def plot(self, ax=None):
+        """Accuracy against the number of evaluations, with z* as a line; returns the axes."""
+        import matplotlib.pyplot as plt
+
+        ax = ax or plt.subplots(figsize=(4.8, 3.0))[1]
+        ax.plot(self.steps, [100 * a for a in self.accuracy], marker="o", label="after k evaluations")
+        ax.axhline(100 * self.accuracy_star, linestyle="--", color="black", linewidth=1, label="at z*")
+        ax.set(xscale="log", xlabel="evaluations of f from z = 0", ylabel="accuracy, %", ylim=(0, 100))
+        ax.set_xticks(self.steps, [str(k) for k in self.steps])
+        ax.minorticks_off()
+        ax.legend()
+        return ax
 
 
 @torch.no_grad()

@@ -9,9 +9,8 @@ import torch
 
 from lipmdeq.__main__ import main
 from lipmdeq.certificate import certify
-from lipmdeq.depth import FEED_FORWARD, STEPS, Depth, depth
-from lipmdeq.experiments import depth_curve, depth_of, depth_table
 from lipmdeq.experiments.checkpoints import load_model
+from lipmdeq.experiments.depth_report import FEED_FORWARD, STEPS, Depth, depth
 from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.training import test_images as images_of
 from lipmdeq.jacobian import JacobianProbe
@@ -109,10 +108,10 @@ def test_verdicts():
     assert alive.tightness == pytest.approx(0.5 / 0.9)
     asleep = Depth(same_label=[FEED_FORWARD + 0.001] + [1.0] * 4, **base)
     assert asleep.feed_forward and "is feed-forward" in asleep.verdict
-    assert depth_of({"depth": json.loads(json.dumps(alive.to_dict()))}) == alive
+    assert Depth.from_dict(json.loads(json.dumps(alive.to_dict()))) == alive
     free = Depth(same_label=[0.6] * 5, **{**base, "proved": math.inf})
-    assert free.tightness == 0 and "proved L (test mode): none" in depth_table(free)
-    assert len(depth_curve(alive).lines) == 2
+    assert free.tightness == 0 and "proved L (test mode): none" in str(free)
+    assert len(alive.plot().lines) == 2
 
 
 def test_command(capsys):
