@@ -59,7 +59,10 @@ def execute(notebook: dict, python: Path, cwd: Path, name: str, cells: int | Non
     spec = {"argv": [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "fresh"}
     (kernels / "fresh" / "kernel.json").write_text(json.dumps({**spec, "language": "python"}))
     client = NotebookClient(
-        nbformat.reads(json.dumps(notebook), 4), timeout=3600, kernel_name="fresh", resources={"metadata": {"path": str(cwd)}}
+        nbformat.reads(json.dumps(notebook), 4),
+        timeout=3600,
+        kernel_name="fresh",
+        resources={"metadata": {"path": str(cwd)}},
     )
     client.create_kernel_manager()
     client.km.kernel_spec_manager = KernelSpecManager(kernel_dirs=[str(kernels)])
