@@ -130,9 +130,11 @@ class BranchMap(nn.Module):
     (B, E·C_i, H_i, W_i). u is the list of injected images, u_i (B, ·, H_i, W_i), None where nothing enters.
     """
 
-    def lipschitz(self, leaf: Leaf | None = None, train: bool = True, reading: str = "perron") -> float:
-        """L from the module tree: ``reading`` as in :func:`lipmdeq.model.read`."""
-        return read(self.matrix(leaf, train), reading)
+    reading = "perron"
+
+    def lipschitz(self, leaf: Leaf | None = None, train: bool = True, reading: str | None = None) -> float:
+        """L from the module tree: ``reading`` as in :func:`lipmdeq.model.read`, by default that of the map's own guarantee."""
+        return read(self.matrix(leaf, train), reading or self.reading)
 
     def constrain(self, prove: bool = True) -> float:
         """Apply what the configuration asks for; arguments as in :meth:`lipmdeq.model.MDEQ.constrain`."""

@@ -167,6 +167,8 @@ class PotentialMap(BranchMap):
     without their diagonal.
     """
 
+    reading = "spectral"  # the plain norm
+
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.n, self.tau, self.alpha = cfg.n, cfg.tau, cfg.alpha2
