@@ -1,6 +1,7 @@
 """The repository agrees with itself: table of contents, notebooks, versions, light import."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -317,6 +318,20 @@ def test_depth_in_the_readme_is_that_of_the_records():
         assert expected_weights in (ROOT / "README.md").read_text("utf8"), expected_weights
     text = (ROOT / "README.md").read_text("utf8")
     assert "\n".join(expected) in text, "\n".join(["README.md should say:", *expected])
+
+
+def test_eight_epochs_in_the_readme_are_those_of_the_records():
+    """The sentence below the README's first table."""
+    rows = "beyond/potential-t0.9", "table1/lip-a0.4", "table1/lip-a0.1"
+    ours, steep, flat = (read_record(ROOT / "results" / "cpu32" / row / "seed0.json") for row in rows)
+    right = [f"{100 * record['result']['accuracy']:.1f} %" for record in (ours, steep, flat)]
+    labels = [f"{math.floor(1000 * record['depth']['same_label'][0]) / 10:.1f} %" for record in (steep, flat)]
+    first, proved = f"{100 * ours['depth']['accuracy'][0]:.1f} %", f"{ours['certificate']['train']['perron']:.2f}"
+    sentence = (
+        f"After eight epochs the certified family has {right[0]} of the test images right ({first} at f(0), proved L {proved}), "
+        f"the paper's block {right[1]} at a = 0.4 and {right[2]} at a = 0.1, where f(0) gives {labels[0]} and {labels[1]}"
+    )
+    assert sentence in " ".join((ROOT / "README.md").read_text("utf8").split()), sentence
 
 
 def test_rates_in_the_recipe_are_those_of_the_records():

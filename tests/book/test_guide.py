@@ -152,7 +152,7 @@ SOURCES = {
             "1250": "imagenet-resolution",
             "1.96": "imagenet-attempt",
         },
-        "Beyond the paper": {"0.98": "beyond-frontier-check"},
+        "What a guarantee costs": {},
         "Paper, code, book": {
             "10": "says ### 10. The border of a convolution",
             "11": "says ### 11. $L$ does not predict the number of evaluations",
