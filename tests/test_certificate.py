@@ -230,7 +230,7 @@ def test_rounded_potential_layers(smooth, train):
         if smooth:  # reaches ‖A‖ = 1 on large maps
             layer.weight.copy_(0.7 * torch.eye(8)[:, :, None, None].expand(8, 8, 3, 3))
         eye = torch.eye(8 * size[0] * size[1], dtype=torch.double).view(-1, 8, *size)
-        kernels = [k.bfloat16().double() for k in layer.pair(layer.T())]
+        kernels = [k.bfloat16().double() for k in layer.held(layer.bound(), None)[:2]]
         a, b = (torch.nn.functional.conv2d(eye, k, padding=1).flatten(1).T for k in kernels)
         proved = certify(net, dtype=torch.bfloat16, measure=False, progress=False)
         limit = next(row["norm"] for row in proved.layers if row["name"] == "residual.0")

@@ -46,7 +46,8 @@ def norm_bounds(matrices: Sequence[Tensor]) -> list[Tensor]:
     for side in {len(w) for w in wide}:
         where = [i for i, w in enumerate(wide) if len(w) == side]
         gram = torch.stack([wide[i] @ wide[i].mT for i in where])
-        power, before, log = gram.detach(), torch.eye(side).to(gram), 0.0  # before: the product of all smaller powers
+        eye = torch.eye(side, dtype=gram.dtype, device=gram.device)
+        power, before, log = gram.detach(), eye, 0.0  # before: the product of all smaller powers
         for k in range(SQUARINGS + 1):
             if k % 3 == 0 or k == SQUARINGS:  # after three squarings λ_max is still at least n^(−4)
                 size = torch.linalg.vector_norm(power, dim=(1, 2), keepdim=True).clamp_min(tiny)

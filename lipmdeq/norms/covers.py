@@ -55,7 +55,10 @@ class Cover:
 
 def kept_taps(weight: Tensor, axes: tuple[Axis, Axis]) -> Tensor:
     """The weight without the rows and columns of taps that read nothing but padding."""
-    return weight[:, :, list(axes[0].taps)][..., list(axes[1].taps)]
+    for dim, axis in enumerate(axes, start=2):
+        if len(axis.taps) < weight.shape[dim]:
+            weight = weight.index_select(dim, torch.tensor(axis.taps, device=weight.device))
+    return weight
 
 
 def torus_covers(axes: tuple[Axis, Axis]) -> list[Cover]:

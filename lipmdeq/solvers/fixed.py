@@ -32,7 +32,7 @@ def in_blocks(options, calls: Calls, expect: int | None) -> Solution:
                 if left >= WORTH_CAPTURING and z[0].is_cuda and calls.f is f:
                     calls.f = captured(f, like(z, calls.model))
             fz = calls(z, last=left == 0)
-        *move, r, size = _look(before, z, fz)
+        *move, r, size = _look(before if auto else None, z, fz)
         value = r / np.maximum(size, 1e-300) if options.relative else r
         rate = r / (move[0] / options.damping) if move else np.full_like(r, np.nan)
         need = np.log(options.tol / value) / np.log(rate)  # evaluations more; below 0: fewer

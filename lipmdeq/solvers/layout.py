@@ -83,14 +83,15 @@ def to_device(a: np.ndarray, like: Tensor) -> Tensor:
 
 def norms(x: Tensor, found: np.ndarray | None = None) -> np.ndarray:
     """Norms over the last dimension, in double precision on the host (`found`, if they are there already), also where squares
-    leave the range of the dtype: there, those of x over its largest entry."""
+    leave the range of the dtype, unless beside the others of the sample they are nothing: those of x over its largest entry."""
     found = to_host(torch.linalg.vector_norm(x, dim=-1)) if found is None else found
     small, large = (1e-15, 1e15) if x.dtype == torch.float32 else (1e-150, 1e150)
-    doubt = ~((found >= small) & (found < large))
+    doubt = ~(found < large) | (found < small) & (found.max(0) < 1e6 * small)
     if not doubt.any() or not x.shape[-1]:
         return found
     top = x.abs().amax(-1).clamp_min(torch.finfo(x.dtype).tiny)
-    return np.where(doubt, to_host(top) * to_host(torch.linalg.vector_norm(x / top[..., None], dim=-1)), found)
+    sizes = top.double() * torch.linalg.vector_norm(x / top[..., None], dim=-1).double()
+    return np.where(doubt, to_host(sizes), found)
 
 
 def select(mask: np.ndarray, chosen: list[Tensor], others: list[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from lipmdeq.experiments.training import test_images as images_of
 from lipmdeq.jacobian import JacobianProbe
 from lipmdeq.model import build
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "results/digits/lipschitz/seed0.ckpt"
 
 
@@ -104,7 +104,7 @@ def test_verdicts():
     )  # fmt: skip
     alive = Depth(same_label=[0.6, 0.8, 0.9, 1.0, 1.0], **base)
     assert "uses its equilibrium" in alive.verdict and "gains 20.0 points" in alive.verdict
-    assert str(alive) == f"The model {alive.verdict} (10 images)."
+    assert str(alive).startswith(f"The model {alive.verdict} (10 images).\n")
     assert alive.tightness == pytest.approx(0.5 / 0.9)
     asleep = Depth(same_label=[FEED_FORWARD + 0.001] + [1.0] * 4, **base)
     assert asleep.feed_forward and "is feed-forward" in asleep.verdict

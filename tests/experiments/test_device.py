@@ -169,16 +169,15 @@ def test_certificate_and_depth_are_equal(fields, tmp_path):
 # What is changed, and a run that uses it: f of both blocks, stem and head, dropout, solvers, constraint, loss, counts.
 PLACES = {
     "fused.normed": dict(a=0.4),
-    "fused.mean_normed": dict(a=0.4),
     "fused.residual": dict(a=0.4),
     "fused.fusion": dict(a=0.4),
     "fused.down": dict(a=0.4),
     "fused.add_up": dict(block="potential"),
-    "fused.post_fusion": dict(a=0.4),
+    "fused.paper": dict(a=0.4),
     "fused.potential": dict(block="potential"),
     "fused.certified": dict(block="potential"),
     "layers.Conv.forward": dict(a=0.4),
-    "layers.Conv._powers": dict(a=0.4),
+    "layers.Conv._power": dict(a=0.4),
     "layers.MGN.scale": dict(a=0.4),
     "layers.VariationalDropout.draw": dict(a=0.4),
     "potential.PotentialMap.mixing": dict(block="potential"),
