@@ -250,7 +250,7 @@ class RunConfig(BaseModel):
     device: Device = par("auto", "auto (a GPU if there is one), cpu, cuda or cuda:<number>")
     threads: Whole = par(1, "threads of one process on the CPU", ge=1, le=1024)
     precision: Literal["float32", "tf32", "bfloat16"] = par(
-        "float32", "float32, tf32 (tol >= 2^-11) or bfloat16 (tol >= 2^-8, 0.01 is usual)"
+        "float32", "float32, tf32 (tol from 2^-11) or bfloat16 (tol from 2^-8, 0.01 is usual)"
     )
     compile: bool = par(False, "True: compile f with torch.compile; on a CPU it needs a C++ compiler")
     # what is kept
