@@ -15,6 +15,7 @@ from lipmdeq.bounds import check_range
 from lipmdeq.norms.covers import Cover, Kernel, half_covers, least, proves, torus_covers
 from lipmdeq.norms.geometry import Axis, Pair, check_finite, geometry_of
 
+ROOM = 1e-3  # a scaled weight stays so much below c: another proof, as of the certificate, may be looser
 EXACT_ORDER = 256  # largest order of a full Gram matrix that is used in the place of tori: tight, but slower
 
 
@@ -68,9 +69,9 @@ class NormGuard:
     def enforce(self, weight: Tensor, c: float) -> float:
         """Make ‖T_W‖ ≤ c a proved fact, scaling ``weight`` in place if need be; returns the factor (1.0: untouched).
 
-        From a proved bound it scales to c, with room for the rounding of the scaled entries in their own dtype: a tap alone is
-        a shift with a matrix W_t, in which an input occurs once for each copy of the map; so an error E of the weight changes T
-        by at most √copies·Σ‖E_t‖ ≤ √(copies·taps)·‖E‖_F.
+        From a proved bound it scales to just below c, with room for the rounding of the scaled entries: a tap alone is a shift
+        with a matrix W_t, in which an input occurs once for each copy of the map; so an error E of the weight changes T by at
+        most √copies·Σ‖E_t‖ ≤ √(copies·taps)·‖E‖_F.
         """
         kernel, covers = _prepare(weight, self._size, c, self._geometry)
         cover = self._cover if self._cover in covers else covers[0]
@@ -84,6 +85,6 @@ class NormGuard:
             raise ValueError(f"weight of Frobenius norm {kernel.norm}: no eigenvalues found, not to be bounded")
         self.found = bound
         uses = kernel.taps * math.prod(a.copies for a in cover.axes)
-        factor = c / (bound + 8 * torch.finfo(weight.dtype).eps * math.sqrt(uses) * kernel.norm)
+        factor = (1 - ROOM) * c / (bound + 8 * torch.finfo(weight.dtype).eps * math.sqrt(uses) * kernel.norm)
         weight.mul_(factor)
         return factor

@@ -1,7 +1,4 @@
-"""Fixed points and their gradients: Picard, Anderson, Broyden; implicit, JFB, Neumann, phantom, unrolled.
-
-Nothing here knows a model.
-"""
+"""Fixed points and their gradients: Picard, Anderson, Broyden; implicit, JFB, Neumann, phantom, unrolled. Knows no model."""
 
 from lipmdeq.solvers.gradients import JFB, Implicit, Neumann, Phantom, Unrolled, deq, jacobian_regularisation
 from lipmdeq.solvers.loop import Anderson, Broyden, Picard, Solver
