@@ -57,7 +57,7 @@ def kept_taps(weight: Tensor, axes: tuple[Axis, Axis]) -> Tensor:
     """The weight without the rows and columns of taps that read nothing but padding."""
     for dim, axis in enumerate(axes, start=2):
         if len(axis.taps) < weight.shape[dim]:
-            weight = weight.index_select(dim, torch.tensor(axis.taps, device=weight.device))
+            weight = weight.index_select(dim, torch.tensor(axis.taps, dtype=torch.long, device=weight.device))
     return weight
 
 
