@@ -51,7 +51,7 @@ def _seeds(table: Table):
     """(record, how it is drawn) for every seed of the rows of ``CURVES``: the first with its name, the others paler."""
     for row in table.done:
         for k, record in enumerate(row.records if row.name in CURVES else ()):
-            yield record, {**_style(row.name), **({"alpha": 0.4} if k else {"label": row.title})}
+            yield record, {**_style(row.name), **({"alpha": 0.4, "marker": ""} if k else {"label": row.title})}
 
 
 def by_iteration(ax, table: Table, part: str) -> None:
