@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import html
-import math
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from numbers import Real
 
@@ -47,9 +47,8 @@ def constants_hash(f: nn.Module) -> str:
     """sha256 over kind and plain attributes of all modules (slopes, strides, map sizes, …): what enters L beside the weights."""
     digest = hashlib.sha256()
     for name, module in f.named_modules():
-        kept = {k: v for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
-        kept["eps"] = getattr(module, "eps", None)
-        plain = {k: float(v) if isinstance(v, Real) else v for k, v in kept.items()}
+        kept = [(k, v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"]
+        plain = {k: float(v) if isinstance(v, Real) else v for k, v in (*kept, ("eps", getattr(module, "eps", None)))}
         digest.update(repr((name, type(module).__name__, sorted(plain.items()))).encode())
     return digest.hexdigest()
 
@@ -75,7 +74,8 @@ def mixed_1x1_norm(conv: Conv, norm: MGN, dtype: torch.dtype | None = None) -> N
 
     Split the map into spatial frequencies. At those other than zero the mean is zero, so MGN only scales: diag(γ)W. At zero
     MGN also removes the mean over the channels of a group, Q = I − (1/m)11ᵀ: diag(γ)QW. The norm is the larger of the two.
-    (diag(γ)W alone would not do: γ acts after the mean is removed, and Q mixes channels.)
+    (diag(γ)W alone would not do: γ acts after the mean is removed, and Q mixes channels.) On a map of one pixel there is
+    frequency zero alone, and the value is an upper bound.
     """
     w = rounded(conv.kernel(), dtype).double().flatten(1)
     gamma = w.new_ones(norm.channels) * torch.as_tensor(norm.scale()).detach().double()
@@ -108,7 +108,7 @@ class Prover:
         w, paths = 1.0, self.f.paths if self.dtype is not None and isinstance(self.f, PotentialMap) else {}
         for name in [name for name, path in paths.items() if path[-1] is m]:
             j, i = (int(k) - 1 for k in name.split("to"))
-            w = self.f.mixing().detach()[i, j] * 2.0 ** min(0, i - j)
+            w = (self.f.mixing().detach()[i, j] * 2.0 ** min(0, i - j)).clamp_min(1e-30)
         return self.conv(m, rounded(w * m.kernel(), self.dtype) / w)
 
     def potential(self, m: Potential) -> Norm:
@@ -136,12 +136,11 @@ class Prover:
         if isinstance(m, Potential):
             return self.potential(m), 1.0
         if isinstance(m, GN | MGN):
-            gn, limit = isinstance(m, GN), None if m.weight is None else m.gamma
-            value = bounds.lip_gn(m.max_scale(), m.eps) if gn else bounds.lip_mgn(m.max_scale())
-            return Norm(value, "exact", "max|γ|/√ε" if gn else "max|γ|"), limit
+            how, limit = "max|γ|/√ε" if isinstance(m, GN) else "max|γ|", None if m.weight is None else m.gamma
+            return Norm(m.bound(m.max_scale()), "exact", how), limit
         if isinstance(m, ConvNorm) and m.conv.weight.shape[-1] == 1 and isinstance(m.norm, MGN):
-            norm = mixed_1x1_norm(m.conv, m.norm, self.dtype)
-            return (norm, None) if math.isfinite(norm.value) else None  # overflow: the product of both constants stands
+            with suppress(ValueError):  # overflow: the product of both constants stands
+                return mixed_1x1_norm(m.conv, m.norm, self.dtype), None
         return None
 
 
@@ -230,7 +229,7 @@ class Certificate:
                 ("‖D J D⁻¹‖₂ measured", f"{self.measured_norm_D:.4g}", "lower bound"),
                 ("spectral radius at z*", f"{self.spectral_radius:.4g}", "estimate"),
                 (f"evaluations of f {to}", str(self.observed_steps), "observed"),
-                ("slack (spectral / measured)", f"{self.slack:.3g}", ""),
+                ("slack (spectral / measured)", "–" if self.slack is None else f"{self.slack:.3g}", ""),
             ]
         return rows
 
@@ -279,11 +278,20 @@ def certify(
     """
     start, cfg, f = time.perf_counter(), model.cfg, model.f
     image_size = cfg.image_size if image_size is None else image_size
-    if image_size < 1 or image_size % cfg.step:
+    if bounds.check_whole("image_size", image_size) % cfg.step:
         raise ValueError(f"image_size = {image_size}: must be a multiple of {cfg.step}")
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"dtype = {dtype}: must be torch.bfloat16, torch.float16, torch.float32 or None")
+    if x is not None and (x.dim() != 4 or max(x.shape[2:]) > image_size):
+        raise ValueError(
+            f"x = {tuple(x.shape)}: must be (B, C, H, W), at most {image_size} high and wide as image_size says"
+        )
     refuse_unknown(f)
     constants, layers = live_constants(Prover(f, conv_sizes(f, image_size, cfg.image_size), dtype), progress)
-    proved = {mode: readings(f.matrix(constants.get, train=mode == "train"), TOLERANCE) for mode in ("test", "train")}
+    drops = [m for m in f.modules() if isinstance(m, VariationalDropout) and dtype is not None]
+    masks = {m: float(torch.tensor(m.lipschitz()).to(dtype)) * (1 + 1e-7) for m in drops}  # 1/(1 − p) is rounded too
+    leaves = {"test": constants.get, "train": {**constants, **masks}.get}
+    proved = {mode: readings(f.matrix(leaf, train=mode == "train"), TOLERANCE) for mode, leaf in leaves.items()}
     points, observed = [], None
     if measure:
         how = measure if isinstance(measure, Measurement) else Measurement()

@@ -14,8 +14,8 @@ ALLOWANCE = 1e-6  # relative room for rounding: a bound that is reached exactly 
 
 
 def _plain(value: Any) -> Any:
-    """A tensor without its graph; anything else as it is."""
-    return value.detach() if hasattr(value, "detach") else value
+    """A tensor without its graph, on the CPU and in double precision; anything else as it is."""
+    return value.detach().cpu().double() if hasattr(value, "detach") else value
 
 
 def _number(name: str, field: str, value: Any) -> float:
@@ -64,8 +64,8 @@ def check_equal(name: str, expected: Any, observed: Any, tol: float = 1e-9, digi
     want, got = (np.asarray(_plain(v), dtype=float) for v in (expected, observed))
     if want.shape != got.shape:
         raise ValueError(f"{name}: shapes {want.shape} and {got.shape}: must be equal")
-    if want.size == 0:
-        raise ValueError(f"{name}: shape {want.shape}: must have at least one entry")
+    if want.size == 0 or not np.isfinite(want).all():
+        raise ValueError(f"{name}: expected = {want}: must have at least one entry, all of them finite")
     worst = float(np.max(np.abs(want - got)))
     if not worst <= tol * (1 + float(np.max(np.abs(want)))):
         raise AssertionError(f"✗ {name}: largest difference {worst:.3g}, allowed {tol:g}")

@@ -62,7 +62,7 @@ def norms(z: Sequence[Tensor]) -> Tensor:
 
 
 def _dots(x: Sequence[Tensor], y: Sequence[Tensor]) -> Tensor:
-    return sum((a * b).flatten(1).sum(1) for a, b in zip(x, y, strict=True))
+    return sum((a.double() * b.double()).flatten(1).sum(1) for a, b in zip(x, y, strict=True))
 
 
 def _random_like(z: Sequence[Tensor], generator: torch.Generator | None) -> list[Tensor]:
@@ -70,7 +70,7 @@ def _random_like(z: Sequence[Tensor], generator: torch.Generator | None) -> list
 
 
 def _scaled(x: Sequence[Tensor], s: Tensor) -> list[Tensor]:
-    return [t * s[:, None, None, None] for t in x]
+    return [(t * s[:, None, None, None]).to(t.dtype) for t in x]
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class Measurement:
         x: images (B, C, H, W), over which the largest values are taken, or the side of two images of noise. d: weights of the
         norm of the proof. progress: show a bar.
         """
-        was_training, random = model.training, torch.Generator().manual_seed(self.seed)
-        model.eval()
+        modes, random = {m: m.training for m in model.modules()}, torch.Generator().manual_seed(self.seed)
         if not isinstance(x, Tensor):
             x = torch.randn(2, model.cfg.in_channels, x, x, generator=random)
         like = next(model.f.parameters())
         try:
+            model.eval()
             with torch.no_grad():
                 f, z0, _ = model.problem(x.to(like.device, like.dtype))
                 picard = Picard(tol=tol, max_iter=200).solve(f, z0)
@@ -108,12 +108,11 @@ class Measurement:
                 places.items(), "measuring", unit="point", disable=None if progress else True, leave=False
             ):
                 plain, weighted = JacobianProbe(f, z), JacobianProbe(f, z, d)
-                found = {
-                    "norm": plain.norm(self.power_steps, random),
-                    "norm_D": weighted.norm(self.power_steps, random),
-                }
-                found["spectral_radius"] = plain.spectral_radius(generator=random)
-                rows.append({"at": at, **{name: float(value.max()) for name, value in found.items()}})
+                found = [p.norm(self.power_steps, random) for p in (plain, weighted)]
+                found.append(plain.spectral_radius(generator=random))
+                values = (float(value.max()) for value in found)
+                rows.append({"at": at} | dict(zip(("norm", "norm_D", "spectral_radius"), values, strict=True)))
             return rows, picard.nfe if bool(picard.converged.all()) else None
         finally:
-            model.train(was_training)
+            for module, mode in modes.items():
+                module.training = mode

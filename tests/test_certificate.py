@@ -210,7 +210,9 @@ def test_rounded_kernels_have_a_proof_of_their_own():
         certify(m, dtype=dtype, measure=False, progress=False)
         for m, dtype in ((net, None), (net, torch.bfloat16), (used, None))
     )
-    assert cert.test["matrix"] == true.test["matrix"] and cert.train["matrix"] == true.train["matrix"]
+    assert cert.test["matrix"] == true.test["matrix"]
+    ratio = np.array(cert.train["matrix"]) / np.array(true.train["matrix"])
+    assert 1 < ratio.min() <= ratio.max() < 1.001  # the masks of dropout are rounded too
     assert all(r["norm"] == t["norm"] for r, t in zip(cert.layers, true.layers, strict=True))
     assert cert.test["spectral"] > 1.003 * plain.test["spectral"]
     z, u = state(used.eval(), 4)
@@ -397,3 +399,59 @@ def test_refusals_name_the_layer(what):
         name = "residual.1.conv2"
     with pytest.raises(ValueError, match=name.replace(".", r"\.")):
         certify(net, progress=False)
+
+
+def test_images_of_the_measurement_are_not_larger_than_those_of_the_proof():
+    with pytest.raises(ValueError, match=r"x = \(2, 1, 16, 16\): must be .* at most 8 high"):
+        certify(build("digits"), x=torch.randn(2, 1, 16, 16), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": torch.int32}, "dtype = torch.int32: must be torch.bfloat16"),
+        ({"dtype": "bfloat16"}, "dtype = bfloat16: must be torch.bfloat16"),
+        ({"image_size": "8"}, "image_size = '8': must be a whole number"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        certify(build("digits"), progress=False, **arguments)
+
+
+def test_a_map_that_is_constant_or_nearly_so():
+    """J = 0 has no slack to print; a J of 1e-13 is still measured from below, though its squares vanish in single precision."""
+    net = build("digits", n=1)
+    with torch.no_grad():
+        for p in net.f.post.parameters():
+            p.zero_()
+    found = certify(net, progress=False)
+    assert found.measured_norm == 0 and found.slack is None
+    assert "slack" in str(found) and "slack" in found._repr_html_()
+    found = certify(build("digits", a=1e-6), progress=False)
+    assert 0 < found.measured_norm <= found.test["spectral"] < 1e-12
+
+
+def test_measuring_leaves_the_modes_of_all_modules_alone():
+    net = build("digits").train()
+    net.stem.eval()
+    before = [m.training for m in net.modules()]
+    certify(net, progress=False)
+    assert [m.training for m in net.modules()] == before
+
+
+def test_rounded_masks_of_dropout_are_counted():
+    """1/(1 - p) is rounded upwards in bfloat16 at p = 0.3, and enters the constant of training."""
+    net = build("digits", p=0.3)
+    drop = net.f.residual[0].drop.train()
+    largest = float(drop.draw(64, 8, torch.zeros((), dtype=torch.bfloat16)).max())
+    assert largest > drop.lipschitz()
+    rounded = certify(net, dtype=torch.bfloat16, measure=False, progress=False)
+    free = build("digits", p=0.3)
+    free.load_state_dict(net.state_dict())
+    for block in free.f.residual:
+        block.drop.p = 0.0
+    without = certify(free, dtype=torch.bfloat16, measure=False, progress=False)
+    assert (
+        without.train["spectral"] < rounded.train["spectral"] and without.test["spectral"] == rounded.test["spectral"]
+    )

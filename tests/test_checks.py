@@ -80,7 +80,8 @@ def test_check_equal_raises(observed):
 
 
 @pytest.mark.parametrize(
-    ("expected", "observed", "tol"), [([1.0], [1.0, 1.0], 1e-9), ([], [], 1e-9), (1.0, 1.0, 0.0), (1.0, 1.0, 10.0)]
+    ("expected", "observed", "tol"),
+    [([1.0], [1.0, 1.0], 1e-9), ([], [], 1e-9), (1.0, 1.0, 0.0), (1.0, 1.0, 10.0), (math.inf, 1.0, 1e-9)],
 )
 def test_check_equal_refuses_what_it_cannot_decide(expected, observed, tol):
     with pytest.raises(ValueError, match="must"):

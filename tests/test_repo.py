@@ -333,7 +333,11 @@ def test_eight_epochs_in_the_readme_are_those_of_the_records():
         f"of the labels, and MDEQ, always at its caps of 18 and 20 evaluations, {right[3]}"
     )
     assert [free["result"][f"nfe_train_{way}"] for way in ("forward", "backward")] == [18, 20]
-    assert sentence in " ".join((ROOT / "README.md").read_text("utf8").split()), sentence
+    text = " ".join((ROOT / "README.md").read_text("utf8").split())
+    assert sentence in text, sentence
+    one, three = (read_record(ROOT / "results/cpu32/beyond" / f"potential-k{k}" / "seed0.json") for k in (1, 3))
+    reach = " and ".join(f"{100 * record['result']['accuracy']:.1f} %" for record in (one, three))
+    assert f"trained by backpropagation, reach {reach}" in text, reach
 
 
 def test_rates_in_the_recipe_are_those_of_the_records():

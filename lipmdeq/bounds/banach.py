@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lipmdeq.bounds.operations import check_constant, check_range, check_whole
+from lipmdeq.bounds.operations import check_constant, check_range, check_whole, lip_compose
 
 
 def _inputs(L: float, k: int = 0, cond: float = 1.0) -> tuple[float, int, float]:
@@ -20,7 +20,7 @@ def _inputs(L: float, k: int = 0, cond: float = 1.0) -> tuple[float, int, float]
 
 def a_priori_error(L: float, k: int, distance: float, cond: float = 1.0) -> float:
     """‖z_k − z*‖ ≤ L^k ‖z_0 − z*‖ (Banach), with `distance` = ‖z_0 − z*‖; from z_0 = 0 that is ‖z*‖."""
-    return neumann_error(L, k, cond) * check_range("distance", distance, 0, math.inf, "[)")
+    return lip_compose(neumann_error(L, k, cond), check_range("distance", distance, 0, math.inf, "[)"))
 
 
 def a_priori_error_from_step(L: float, k: int, first_step: float, cond: float = 1.0) -> float:

@@ -1,4 +1,4 @@
-"""The way back: from a bound that L shall keep to the hyperparameters a, c, γ̄, α1, α2, n, p."""
+"""The way back: from a bound that L shall keep to one of the hyperparameters a, c, γ̄, α1, α2, p."""
 
 from __future__ import annotations
 
@@ -11,14 +11,8 @@ from lipmdeq.bounds.spec import LipschitzSpec
 
 _BELOW_1 = math.nextafter(1, 0)
 # Smallest and largest float tried for each field; open ends of a range are approached, not touched.
-_DOMAIN = {
-    "a": (1e-300, 1.0),
-    "c": (1e-300, 1e300),
-    "gamma": (1e-300, 1e300),
-    "alpha1": (1e-300, _BELOW_1),
-    "alpha2": (1e-300, _BELOW_1),
-    "p": (0.0, _BELOW_1),
-}
+_DOMAIN = {"a": (1e-300, 1.0), "p": (0.0, _BELOW_1)} | dict.fromkeys(("c", "gamma"), (1e-300, 1e300))
+_DOMAIN |= dict.fromkeys(("alpha1", "alpha2"), (1e-300, _BELOW_1))
 
 
 def _bisect(good: float, bad: float, holds: Callable[[float], bool]) -> float:

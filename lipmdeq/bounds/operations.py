@@ -1,7 +1,7 @@
 """Lipschitz constants of single operations, and how they combine (Definition 3.1, Lemma 3.1, Appendix).
 
-Every function returns a number that is an upper bound in the Euclidean norm; all but `lip_sum`, `lip_residual` and
-`lip_convex` are reached by some input. Pure floats and numpy: nothing here imports torch.
+Every function returns a number that is an upper bound in the Euclidean norm; those of single layers are
+reached by some input, those of combinations need not be. Pure floats and numpy: nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def lip_sum(*L: float) -> float:
 def lip_compose(*L: float) -> float:
     """Lemma 3.1, f ∘ g: the constants multiply; 0 (a constant map) times infinity (no bound) is 0."""
     values = [check_constant("L", x) for x in L]
-    return 0.0 if 0.0 in values else math.prod(values)
+    product = 0.0 if 0.0 in values else math.prod(values)
+    underflow = not product > 0 and 0.0 not in values  # on the way: small factors before large ones
+    return math.exp(math.fsum(map(math.log, values))) if underflow else product
 
 
 def lip_residual(L_g: float) -> float:

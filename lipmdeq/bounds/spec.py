@@ -182,10 +182,7 @@ class LipschitzSpec:
         ops, free, plain = self.operations(train), math.inf, (1.0, 1.0)
         gn = {"norm": op.lip_gn(ops.norm), "post_norm": op.lip_gn(ops.post_norm)}
         changes: dict = {
-            "S1": {
-                "norm": free,
-                "post_norm": free if self.post_affine else 1.0,
-            },  # only a norm with an affine part is freed
+            "S1": {"norm": free, "post_norm": free if self.post_affine else 1.0},  # no γ, nothing to free
             "S2": gn,
             "S3": dict.fromkeys(CONVS, free),
             "S4": {"weights": op.fusion_weights(self.n, "mean")},

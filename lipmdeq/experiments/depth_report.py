@@ -58,8 +58,9 @@ class Depth:
         if self.feed_forward:
             return f"is feed-forward: {first}"
         gain = 100 * (self.accuracy_star - self.accuracy[0])
-        worth = f"{'gains' if gain >= 0 else 'loses'} {abs(gain):.1f} points of accuracy"
-        return f"uses its equilibrium: {first}, and the iteration {worth}"
+        if gain < 0:
+            return f"is not made for its equilibrium: {first}, and the iteration loses {-gain:.1f} points of accuracy"
+        return f"uses its equilibrium: {first}, and the iteration gains {gain:.1f} points of accuracy"
 
     def to_dict(self) -> dict:
         return {**asdict(self), "tightness": self.tightness, "verdict": self.verdict}

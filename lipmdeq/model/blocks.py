@@ -6,6 +6,7 @@ What the parts compute stands in :mod:`lipmdeq.model.reference`; f runs it in th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import permutations
 
 import numpy as np
 from torch import Tensor, nn
@@ -50,9 +51,6 @@ class PostFusion(Layer):
     def forward(self, tilde: Tensor) -> Tensor:
         return reference.post_fusion(self, tilde)
 
-    def constant(self, leaf: Leaf | None, train: bool) -> float:
-        return bounds.lip_compose(self.act.lipschitz(leaf, train), self.pair.lipschitz(leaf, train))
-
 
 class Fusion(nn.Module):
     """(M2), (L2): every branch receives every other one.
@@ -80,7 +78,7 @@ class Fusion(nn.Module):
         """The n x n comparison matrix M: ‖z̃_i − z̃'_i‖ ≤ Σ_j M_ij ‖ẑ_j − ẑ'_j‖."""
         own, other = fused.shares(self.alpha)
         m = own * np.eye(self.n)
-        for i, j in zip(*np.nonzero(m == 0), strict=True):
+        for i, j in permutations(range(self.n), 2):
             m[i, j] = other * self.weights[i][j] * self.path(i, j).lipschitz(leaf, train)
         return m
 

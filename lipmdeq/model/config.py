@@ -55,21 +55,24 @@ class ModelConfig:
         for field in ("channels", "head_channels", "stem_strides"):
             if not isinstance(getattr(self, field), list | tuple):
                 raise ValueError(f"{field} = {getattr(self, field)!r}: must be a list of whole numbers")
-            object.__setattr__(self, field, tuple(getattr(self, field)))
+            object.__setattr__(self, field, tuple(bounds.check_whole(field, v) for v in getattr(self, field)))
         self.spec()  # validates a, c, gamma, alpha1, alpha2, n, p
         bounds.check_range("tau", self.tau, 0, 1)
         for field, allowed in CHOICES.items():
             bounds.check_choice(field, getattr(self, field), allowed)
-        if len(self.stem_strides) != 2 or any(type(s) is not int or s not in (1, 2) for s in self.stem_strides):
+        if len(self.stem_strides) != 2 or any(s not in (1, 2) for s in self.stem_strides):
             raise ValueError(f"stem_strides = {self.stem_strides}: must be two numbers, each 1 or 2")
         if len(self.head_channels) != self.n:
             raise ValueError(f"head_channels = {self.head_channels}: must have one entry for each of {self.n} branches")
         for field in ("expansion", "groups", "in_channels", "classes", "head_features", "image_size", "stem_channels"):
             if field != "stem_channels" or self.stem_channels is not None:
                 object.__setattr__(self, field, bounds.check_whole(field, getattr(self, field)))
+        for field in ("injection_conv", "post_affine", "clip", "constrain", "mix1", "mix2", "weight_norm"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field} = {getattr(self, field)!r}: must be True or False")
         for ch in self.channels:
-            if ch < 1 or ch % self.groups:
-                raise ValueError(f"channels = {ch}: must be divisible by groups = {self.groups}")
+            if ch % self.groups or ch % max(1, self.groups // 2):
+                raise ValueError(f"channels = {ch}: must be divisible by groups = {self.groups}, and by half of it")
         if self.image_size % self.step:
             raise ValueError(f"image_size = {self.image_size}: must be a multiple of {self.step} for {self.n} branches")
 
@@ -96,7 +99,11 @@ class ModelConfig:
         """L in train mode by the configuration alone; None when f has no useful constant by construction."""
         if self.block == "potential":
             return self.tau
-        return self.spec().L("reported") if self.norm == "mgn" and self.clip and self.constrain else None
+        if not (self.norm == "mgn" and self.clip and self.constrain):
+            return None
+        plain = {mix: (1.0, 1.0) for mix in ("mix1", "mix2") if not getattr(self, mix)}
+        weights = bounds.fusion_weights(self.n, self.fusion)
+        return replace(self.spec().operations(), weights=weights, **plain).L("reported")
 
     def spec(self) -> bounds.LipschitzSpec:
         """The hyperparameters that enter L."""
@@ -130,17 +137,14 @@ UNDONE = {  # what each row of lipmdeq.bounds.ABLATIONS changes in a configurati
 POTENTIAL = {"expansion": 3, "injection": "all", "p": 0.0, "alpha2": 0.5}  # where block = "potential" says nothing
 _SMALL = dict(channels=(8, 16, 32, 64), head_channels=(4, 8, 16, 32), head_features=256)
 PRESETS = {
-    "digits": dict(
-        channels=(16, 32, 64), image_size=8, in_channels=1, expansion=2, head_channels=(8, 16, 32), head_features=128
-    ),
+    "digits": dict(channels=(16, 32, 64), image_size=8, in_channels=1, expansion=2,
+                   head_channels=(8, 16, 32), head_features=128),
     "cpu": dict(_SMALL, image_size=16),
     "cpu32": dict(_SMALL, stem_strides=(1, 2)),
     "cpu-imagenet": dict(_SMALL, image_size=64, classes=25, stem_strides=(2, 2), post_affine=True, p=0.0),
     "paper-cifar10": dict(),
-    "paper-imagenet": dict(
-        image_size=224, classes=1000, stem_strides=(2, 2), post_affine=True, p=0.0,
-        head_channels=(24, 48, 96, 192), head_features=2048,
-    ),
+    "paper-imagenet": dict(image_size=224, classes=1000, stem_strides=(2, 2), post_affine=True, p=0.0,
+                           head_channels=(24, 48, 96, 192), head_features=2048),
     "mdeq-tiny": dict(channels=(24, 24), head_channels=(8, 16), head_features=200, injection_conv=False),
 }  # fmt: skip
 
@@ -155,7 +159,7 @@ def configure(
         fuses with the uniform mean, S6 and S7 with the softmax weights, S4-sum, S6-sum and S7-sum with plain sums. The
         authors' code ran S4, S6-sum and S7-sum; the paper's text describes S4-sum, S6 and S7.
         changes: fields of :class:`ModelConfig`; n=… keeps the first n branches; block="potential" brings its own
-        defaults (``POTENTIAL``, and a stem twice as wide).
+        defaults (``POTENTIAL``, and a stem twice as wide as branch 1 of the preset).
     """
     bounds.check_choice("preset", preset, tuple(PRESETS))
     bounds.check_choice("model", model, ("lipschitz", "mdeq"))

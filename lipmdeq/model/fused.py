@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 
 def over(y: Tensor) -> Tensor | None:
-    """Where an element-wise result may go: over y, which is ours, in a solve; None, a new tensor, when autograd records."""
-    return None if torch.is_grad_enabled() or torch.compiler.is_compiling() else y
+    """Where an element-wise result may go: over y, which is ours, in a solve; None, a new tensor, when autograd records, and
+    under autocast, where y may be narrower than the result."""
+    casts = torch.is_autocast_enabled(y.device.type.replace("meta", "cpu"))  # meta: where `lipmdeq cost` counts
+    return None if torch.is_grad_enabled() or torch.compiler.is_compiling() or casts else y
 
 
 def normed(norm: GN | MGN, y: Tensor, k: float = 1.0) -> Tensor:
@@ -47,8 +49,11 @@ def mean_normed(y: Tensor, groups: int, weight: Tensor | float, bias: Tensor | N
     b, c, h, w = y.shape
     total = y.sum((2, 3)).view(b, groups, -1).sum(2, keepdim=True)  # (B, G, 1)
     part = -1.0 / (h * w * (c // groups))  # total·part = −μ
-    if torch.compiler.is_compiling():
-        shift = spread(total.squeeze(2), c, part * weight, bias)
+    if torch.compiler.is_compiling() and not torch.is_autocast_enabled(y.device.type):
+        # A product of matrices gets a kernel of its own; the compiler would find the rest again for every pixel.
+        member = torch.eye(groups, dtype=y.dtype, device=y.device).repeat_interleave(c // groups, 1)
+        shift = total.squeeze(2) @ (part * weight * member)
+        shift = shift if bias is None else shift + bias
     elif bias is None:
         shift = (part * weight * total).expand(-1, -1, c // groups).reshape(b, c)
     else:
@@ -56,20 +61,6 @@ def mean_normed(y: Tensor, groups: int, weight: Tensor | float, bias: Tensor | N
     if bias is None:
         return torch.add(per_channel(shift), y, alpha=weight, out=over(y))
     return torch.addcmul(per_channel(shift), y, per_channel(weight), out=over(y))
-
-
-def spread(total: Tensor, channels: int, factor: Tensor | float, bias: Tensor | None) -> Tensor:
-    """factor·total + bias for every channel, as a product of matrices: (B, G), (C,) → (B, C).
-
-    The compiler gives a product a kernel of its own. What it fuses instead into the loop over the map it computes again
-    for every pixel, and there the index of the group keeps it from vector instructions.
-    """
-    groups = total.shape[1]
-    out = total.dtype if bias is None else torch.promote_types(total.dtype, bias.dtype)
-    work = torch.float64 if torch.is_autocast_enabled(total.device.type) else out  # which autocast leaves alone
-    member = torch.eye(groups, dtype=out, device=total.device).repeat_interleave(channels // groups, 1)
-    product = total.to(work) @ (member * factor).to(work)
-    return (product if bias is None else product + bias.to(work)).to(out)
 
 
 def shares(alpha: float | None) -> tuple[float, float]:

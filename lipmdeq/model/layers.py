@@ -48,7 +48,7 @@ class Layer(nn.Module):
         return self.constant(leaf, train) if answer is None else answer
 
     def constant(self, leaf: Leaf | None, train: bool) -> float:
-        return bounds.lip_compose(*(m.lipschitz(leaf, train) for m in self.children()))
+        return bounds.lip_compose(*(m.lipschitz(leaf, train) for m in self._modules.values()))
 
 
 class Conv(Layer):

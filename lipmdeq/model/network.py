@@ -99,6 +99,8 @@ class MDEQ(nn.Module):
 
     def check_images(self, x: Tensor) -> None:
         """ValueError for images x (B, C, H, W) whose maps do not fit, or whose f has no bound (see ``largest_image``)."""
+        if x.dim() != 4 or x.shape[1] != self.cfg.in_channels:
+            raise ValueError(f"shape of x = {tuple(x.shape)}: must be (B, {self.cfg.in_channels}, H, W)")
         (height, width), step, most = x.shape[2:], self.cfg.step, self.largest_image
         if height % step or width % step:
             raise ValueError(f"image size = {height}x{width}: must be multiples of {step} for {self.cfg.n} branches")

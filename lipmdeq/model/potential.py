@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 import torch
@@ -39,22 +40,24 @@ def norm_bounds(matrices: Sequence[Tensor]) -> list[Tensor]:
     For its derivative no graph goes through the squarings: d‖G^q‖_F² = 2q·tr(G^(2q−1)dG) gives db = b·tr(H dG)/2 with
     H = G^(2q−1)/tr(G^(2q−1)G), and G^(q−1) is the product of the powers on the way. (A second derivative would miss dH.)
     """
+    matrices = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in matrices]
     tiny = torch.finfo(matrices[0].dtype).tiny
     scales = [w.detach().abs().amax().clamp_min(tiny) for w in matrices]  # so that no square over- or underflows
     wide = [(w if len(w) <= w.shape[1] else w.mT) / s for w, s in zip(matrices, scales, strict=True)]
-    found = list(scales)
+    found, kind = list(scales), wide[0].device.type.replace("meta", "cpu")  # meta: where `lipmdeq cost` counts
     for side in {len(w) for w in wide}:
         where = [i for i, w in enumerate(wide) if len(w) == side]
-        gram = torch.stack([wide[i] @ wide[i].mT for i in where])
-        eye = torch.eye(side, dtype=gram.dtype, device=gram.device)
-        power, before, log = gram.detach(), eye, 0.0  # before: the product of all smaller powers
-        for k in range(SQUARINGS + 1):
-            if k % 3 == 0 or k == SQUARINGS:  # after three squarings λ_max is still at least n^(−4)
-                size = torch.linalg.vector_norm(power, dim=(1, 2), keepdim=True).clamp_min(tiny)
-                power, log = power / size, log + size.log() / 2**k
-            if k < SQUARINGS:
-                before, power = before @ power, power @ power
-        trace = (before @ power * gram).sum((1, 2))
+        with torch.autocast(kind, enabled=False):  # products in half precision would break the bound
+            gram = torch.stack([wide[i] @ wide[i].mT for i in where])
+            power, log = gram.detach(), 0.0
+            before = torch.eye(side, dtype=gram.dtype, device=gram.device)  # the product of all smaller powers
+            for k in range(SQUARINGS + 1):
+                if k % 3 == 0 or k == SQUARINGS:  # after three squarings λ_max is still at least n^(−4)
+                    size = torch.linalg.vector_norm(power, dim=(1, 2), keepdim=True).clamp_min(tiny)
+                    power, log = power / size, log + size.log() / 2**k
+                if k < SQUARINGS:
+                    before, power = before @ power, power @ power
+            trace = (before @ power * gram).sum((1, 2))
         change = trace / trace.detach().clamp_min(tiny) / 2  # tr(HG)/2
         bound = (log / 2).exp().flatten() * (1 + change - change.detach())
         for i, b in zip(where, bound, strict=True):
@@ -176,17 +179,13 @@ class PotentialMap(BranchMap):
         ch, sizes = cfg.channels, cfg.sizes()
         self.residual = nn.ModuleList(Potential(c, cfg.expansion, cfg.p, s) for c, s in zip(ch, sizes, strict=True))
         self.paths = nn.ModuleDict()
-        for i, j in self.pairs():
+        for i, j in permutations(range(self.n), 2):
             if j > i:
                 convs = [UnitConv(ch[j], ch[i], 1, sizes[j])]
             else:
                 convs = [UnitConv(ch[j], ch[i] if s == i - 1 else ch[j], 2, sizes[s]) for s in range(j, i)]
             self.paths[path_name(i, j)] = nn.ModuleList(convs)
         self.weights = nn.Parameter(torch.zeros(self.n, self.n))
-
-    def pairs(self) -> list[tuple[int, int]]:
-        """All (i, j) with a path from branch j to another branch i."""
-        return [(i, j) for i in range(self.n) for j in range(self.n) if i != j]
 
     def path(self, i: int, j: int) -> nn.ModuleList:
         """The convolutions of P_ij, from branch j to branch i."""
@@ -195,7 +194,7 @@ class PotentialMap(BranchMap):
     def mixing(self) -> Tensor:
         """M, (n, n): nonnegative, of spectral norm τ."""
         if self.n == 1:
-            return self.weights * 0 + self.tau
+            return self.weights * 0 + self.tau / (1 + ROUNDING)
         eye = torch.eye(self.n, dtype=self.weights.dtype, device=self.weights.device)
         share = torch.softmax(self.weights.masked_fill(eye.bool(), -torch.inf), 1)
         mix = (1 - self.alpha) * eye + self.alpha * share
@@ -207,7 +206,7 @@ class PotentialMap(BranchMap):
         layers = [*self.residual, *(conv for path in self.paths.values() for conv in path)]
         bound = dict(zip(layers, norm_bounds([layer.matrix() for layer in layers]), strict=True))
         paths = {}
-        for i, j in self.pairs():
+        for i, j in permutations(range(self.n), 2):
             *first, last = [(c.kernel(bound[c]), c.bias) for c in self.path(i, j)]
             w = m[i, j] * 2.0 ** min(0, i - j)
             paths[i, j] = [*first, tuple(w * t for t in last)]
@@ -238,6 +237,6 @@ class PotentialMap(BranchMap):
         """N_ij = M_ij·‖P_ij‖·L_j."""
         hat = np.array([block.lipschitz(leaf, train) for block in self.residual])
         path = np.eye(self.n)
-        for i, j in self.pairs():
+        for i, j in permutations(range(self.n), 2):
             path[i, j] = bounds.lip_compose(*(c.lipschitz(leaf, train) for c in self.path(i, j)))
         return self.mixing().detach().double().cpu().numpy() * path * hat[None, :]

@@ -66,21 +66,19 @@ def conv_norm(weight: Tensor, size: Pair, *, method: str = "auto", **geometry) -
     return Norm(unit * value, kind, how)
 
 
-def lower_norm(
-    weight: Tensor, size: Pair, *, method: str = "lanczos", steps: int = 100, seed: int = 0, **geometry
-) -> Norm:
-    """‖T v‖/‖v‖ after ``steps`` of "lanczos" or "power" on TᵀT from a random start: reached, hence a lower bound."""
+def lower_norm(weight: Tensor, size: Pair, *, steps: int = 100, seed: int = 0, **geometry) -> Norm:
+    """‖T v‖/‖v‖ after ``steps`` of Lanczos' method on TᵀT from a random start: reached, hence a lower bound."""
     where = geometry_of(weight, size, **geometry)
     unit = _unit(check_finite(weight))
-    _, value = _search(weight.detach().double() / unit, where, method, steps, seed)
-    return Norm(unit * value, "lower", method)
+    _, value = _search(weight.detach().double() / unit, where, steps, seed)
+    return Norm(unit * value, "lower", "lanczos")
 
 
 def top_input(weight: Tensor, size: Pair, *, steps: int = 100, seed: int = 0, **geometry) -> Tensor:
-    """Unit input (1, C_in, H, W), double, that the convolution stretches (nearly) most: a witness of the norm."""
+    """Unit input (1, C_in, H, W), double, that the convolution stretches (nearly) most: a witness of the norm; 0 where T = 0."""
     where = geometry_of(weight, size, **geometry)
     check_finite(weight)
-    return _search(weight.detach().double(), where, "lanczos", steps, seed)[0]
+    return _search(weight.detach().double(), where, steps, seed)[0]
 
 
 def _unit(top: float) -> float:
@@ -106,7 +104,7 @@ def _sound(weight: Tensor, where: Geometry, method: str) -> tuple[float, str, st
         return largest(kernel, torus_covers(axes)[0]), "exact", "torus"
     if method == "torus":
         return least(kernel, torus_covers(axes))[0], "upper", "torus"
-    _, guess = _search(weight, where, "lanczos", steps=100, seed=0)
+    _, guess = _search(weight, where, steps=100, seed=0)
     whole = BandedGram(kernel, axes)
     if method == "cholesky" or (max(a.size for a in axes) <= 4 and whole.cost <= DEAR):
         return whole.bound(guess), "upper", "cholesky"
@@ -115,7 +113,7 @@ def _sound(weight: Tensor, where: Geometry, method: str) -> tuple[float, str, st
 
 def _refined(kernel: Kernel, whole: BandedGram, guess: float) -> tuple[float, str, str]:
     """The best torus and, where its slack over the estimate is worth the time, a factorisation."""
-    axes = whole.axes
+    axes, guess = whole.axes, max(guess, 1e-9 * kernel.norm)
     (best, torus), how = least(kernel, torus_covers(axes)), "torus"
     slack = best / guess - 1
     if slack > 0.001 and whole.cost <= (CHEAP if slack <= 0.004 else DEAR):
@@ -130,9 +128,8 @@ def _refined(kernel: Kernel, whole: BandedGram, guess: float) -> tuple[float, st
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _search(weight: Tensor, where: Geometry, method: str, steps: int, seed: int) -> tuple[Tensor, float]:
+def _search(weight: Tensor, where: Geometry, steps: int, seed: int) -> tuple[Tensor, float]:
     """Unit input v near the top right singular vector of T, by single-precision steps on the operator, and ‖T v‖ in double."""
-    check_choice("method", method, ("lanczos", "power"))
     check_whole("steps", steps)
     conv = partial(where.conv, (weight / (float(weight.abs().max()) or 1.0)).float())
     shape = (1, weight.shape[1] * where.groups, *where.size)
@@ -150,17 +147,10 @@ def _search(weight: Tensor, where: Geometry, method: str, steps: int, seed: int)
 
     random = torch.Generator().manual_seed(seed)
     start = torch.randn(min(x.numel(), y.numel()), generator=random, dtype=torch.float)
-    v = (_lanczos if method == "lanczos" else _power)(normal, start.to(weight.device), steps)
+    v = _lanczos(normal, start.to(weight.device), steps)
     v = (v.view_as(x) if inner else adjoint(v)).detach().double()
     v = v / v.norm().clamp_min(torch.finfo(torch.double).tiny)
     return v, float(where.conv(weight, v).norm())
-
-
-def _power(normal: Callable[[Tensor], Tensor], v: Tensor, steps: int) -> Tensor:
-    for _ in range(steps):
-        v = normal(v)
-        v = v / v.norm().clamp_min(torch.finfo(v.dtype).tiny)
-    return v
 
 
 def _lanczos(normal: Callable[[Tensor], Tensor], v: Tensor, steps: int, tol: float = 2e-5) -> Tensor:
@@ -188,12 +178,3 @@ def _lanczos(normal: Callable[[Tensor], Tensor], v: Tensor, steps: int, tol: flo
 def reshaped_norm(weight: Tensor) -> float:
     """Norm of the kernel as a C_out × C_in·kh·kw matrix: NOT the operator's, see :func:`lipmdeq.bounds.lip_conv_reshaped`."""
     return float(torch.linalg.matrix_norm(weight.detach().double().flatten(1), 2))
-
-
-def naive_fft_norm(weight: Tensor, size: Pair) -> float:
-    """UNSOUND for zero padding, for lessons only: largest symbol on the torus N = H.
-
-    Kernel (−1, 2, −1) on 3 pixels: 3.000, but the zero-padded operator has norm 2 + √2 = 3.414.
-    """
-    symbols = torch.fft.fft2(weight.detach().double(), s=geometry_of(weight, size).size).permute(2, 3, 0, 1)
-    return float(torch.linalg.matrix_norm(symbols, 2).max())

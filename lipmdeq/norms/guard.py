@@ -85,6 +85,8 @@ class NormGuard:
             raise ValueError(f"weight of Frobenius norm {kernel.norm}: no eigenvalues found, not to be bounded")
         self.found = bound
         uses = kernel.taps * math.prod(a.copies for a in cover.axes)
-        factor = (1 - ROOM) * c / (bound + 8 * torch.finfo(weight.dtype).eps * math.sqrt(uses) * kernel.norm)
+        kind = torch.finfo(weight.dtype)
+        room = max(0.0, (1 - ROOM) * c - math.sqrt(uses * weight.numel()) * kind.tiny * kind.eps)
+        factor = room / (bound + 8 * kind.eps * math.sqrt(uses) * kernel.norm)
         weight.mul_(factor)
         return factor

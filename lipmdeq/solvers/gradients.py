@@ -29,6 +29,8 @@ class Implicit:
     def __post_init__(self):
         if not isinstance(self.solver, Solver):
             raise ValueError(f"solver = {self.solver}: must be a solver, e.g. Anderson()")
+        if getattr(self.solver, "steps", None) == 1:
+            raise ValueError("steps = 1: must be at least 2 for the implicit gradient; one product is JFB()")
 
     def adjoint(self, T: Map, g: list[Tensor], **how) -> Solution:
         """The Solution whose z is the cotangent; T: x -> x J + g on lists of branches, how: as in `Solver.solve`."""
@@ -92,6 +94,10 @@ def deq(f: Map, z0: State, *, solver=None, adjoint=None, pair=False, throw=False
     solver, rule, memory = solver or Anderson(), adjoint or Implicit(), memory or Memory()
     if not isinstance(rule, _RULES):
         raise ValueError(f"adjoint = {rule}: must be one of {', '.join(r.__name__ for r in _RULES)}")
+    if not isinstance(solver, Solver):
+        raise ValueError(f"solver = {solver!r}: must be a solver, e.g. Anderson()")
+    if pair and isinstance(rule, Unrolled):
+        raise ValueError("pair = True: must be False for Unrolled, which has no single evaluation with a graph")
     if isinstance(rule, Unrolled):
         return _unroll(f, z0, rule.k, solver, throw)
     solves = isinstance(rule, Implicit | Neumann)

@@ -2,8 +2,8 @@
 
 The last product x J of the solve and the gradient x df/dtheta walk through the same graph. Where all inputs of f are known,
 one walk gives both, if the solver foresees that it will be the last, which saves a product (13 % of a training step where
-the solve takes two). Foreseen or not, the gradient is taken at the very x whose residual was measured: a guess changes the
-cost, never the result.
+the solve takes two). Foreseen or not, the gradient is then taken at the very x whose residual was measured: a guess changes the
+cost, never the result. Where they are not known, the cotangent is x J + g, one product further.
 """
 
 import weakref
@@ -38,6 +38,8 @@ class Recorder:
     def gradient(self, x: Sequence[Tensor], inputs: Sequence, keep: bool = True) -> tuple:
         """x df/d(inputs) for a cotangent x (branches); None where f does not depend on an input."""
         live = [(t, c.to(t.dtype)) for t, c in zip(branches(self.fz), x, strict=True) if t.requires_grad]
+        if not live:
+            return (None,) * len(inputs)
         fz, cotangent = zip(*live, strict=True)
         return torch.autograd.grad(fz, inputs, cotangent, retain_graph=keep, allow_unused=True)
 
@@ -112,9 +114,7 @@ def _complete(recorder: Recorder, inputs: Iterable[tuple]) -> bool:
     """Whether the gradients at z_in and the inputs are all that f(z_in) gives: every way back from it ends at one of them,
     over nodes that f itself made, and none of them lies behind another one."""
     known = {*inputs, *map(_end, branches(recorder.z_in))}
-    todo = [
-        (_end(t), True) for t in branches(recorder.fz) if t.requires_grad
-    ]  # True: inside f, on the way to a known end
+    todo = [(_end(t), True) for t in branches(recorder.fz) if t.requires_grad]  # True: inside f, on the way to an end
     todo += [(end, False) for node, _ in known for end in node.next_functions]
     seen = set()
     while todo:

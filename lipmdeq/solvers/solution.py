@@ -38,12 +38,12 @@ class Solution:
     """What a solve found. Book-keeping tensors live on the CPU; k counts evaluations, B samples.
 
     Attributes:
-        z: per sample f(z_k) of the evaluation that converged, else of the one with the smallest residual.
+        z: per sample f(z_k) of the evaluation that converged, else of the best one (the last, if the number of steps was fixed).
         residuals: (k, B), a stopped sample repeats its last value; the last row only if the number of steps was fixed.
         nfe: true number of calls of f in this solve; `nfe_total` adds the call that attached the graph.
         converged: (B,) bool. steps: (B,) evaluations until the sample stopped (its own nfe).
         reason: "converged", "max_iter", "nan" or "diverged": the worst over the samples; `reasons` per sample.
-        error: (B,) proved bound on ||z - z*||, with a fixed number of steps and a known L (`bounds.a_posteriori_error`).
+        error: (B,) bound on ||z - z*|| by L (`bounds.a_posteriori_error`), foreseen steps only; rounding in f comes on top.
         expect: evaluations that a solve like this one should take (`expect` of the next); None if it did not converge.
         backward: the Solution of the adjoint solve, once backward has run (implicit gradient only).
         pair: (f(z_in), z_in) with graph, if asked for (Jacobian regularisation).

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lipmdeq import bounds
 from lipmdeq.bounds import (
     check_range,
     check_whole,
@@ -141,3 +142,9 @@ def test_lemma_31_with_no_bound_and_with_constants():
 def test_bad_input(call):
     with pytest.raises(ValueError, match=" = .*: must be"):
         call()
+
+
+def test_a_product_that_underflows_on_the_way_is_not_zero():
+    assert bounds.lip_compose(1e-200, 1e-200, 1e200, 1e200) == pytest.approx(1.0)
+    assert bounds.lip_compose(1e-200, 1e-200, math.inf) == math.inf and bounds.lip_compose(0.0, math.inf) == 0.0
+    assert bounds.a_priori_error(math.inf, 1, 0.0) == 0.0

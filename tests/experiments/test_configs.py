@@ -153,6 +153,10 @@ def test_every_config_builds_its_model():
             cfg.preset, cfg.model, cfg.ablation, image_size=cfg.resolution or sizes[cfg.data], **cfg.model_changes()
         )
         assert (shape.claimed is not None) == (cfg.model == "lipschitz" and cfg.ablation not in ("S1", "S2", "S3"))
+        if shape.claimed is not None and shape.block == "paper":
+            spec = shape.spec()
+            L = spec.L("reported") if cfg.ablation is None else spec.ablation(cfg.ablation).L("reported")
+            assert shape.claimed == pytest.approx(L, rel=1e-12), path
 
 
 def test_records_were_made_with_what_their_ablation_means_now():
@@ -287,10 +291,15 @@ def test_bad_parameters_are_named_in_one_sentence(values, message):
     ("values", "message"),
     [
         ({"stem_strides": 3}, "stem_strides = 3: must be a list of whole numbers"),
-        ({"stem_strides": (True, 1)}, "stem_strides = (True, 1): must be two numbers, each 1 or 2"),
+        ({"stem_strides": (True, 1)}, "stem_strides = True: must be a whole number >= 1"),
         ({"stem_channels": True}, "stem_channels = True: must be a whole number >= 1"),
         ({"expansion": True}, "expansion = True: must be a whole number >= 1"),
         ({"tau": "0.9"}, "tau = '0.9': must be in (0, 1)"),
+        ({"stem_strides": (1, 3)}, "stem_strides = (1, 3): must be two numbers, each 1 or 2"),
+        ({"channels": ("32", 64)}, "channels = '32': must be a whole number >= 1"),
+        ({"head_channels": (0, 1, 2, 3)}, "head_channels = 0: must be a whole number >= 1"),
+        ({"clip": "no"}, "clip = 'no': must be True or False"),
+        ({"groups": 5}, "channels = 32: must be divisible by groups = 5, and by half of it"),
     ],
 )
 def test_bad_shapes_are_named_in_one_sentence(values, message):

@@ -105,6 +105,8 @@ def test_verdicts():
     alive = Depth(same_label=[0.6, 0.8, 0.9, 1.0, 1.0], **base)
     assert "uses its equilibrium" in alive.verdict and "gains 20.0 points" in alive.verdict
     assert str(alive).startswith(f"The model {alive.verdict} (10 images).\n")
+    explicit = Depth(same_label=[0.6, 0.8, 0.9, 1.0, 1.0], **{**base, "accuracy_star": 0.4})
+    assert "not made for its equilibrium" in explicit.verdict and "loses 10.0 points" in explicit.verdict
     assert alive.tightness == pytest.approx(0.5 / 0.9)
     asleep = Depth(same_label=[FEED_FORWARD + 0.001] + [1.0] * 4, **base)
     assert asleep.feed_forward and "is feed-forward" in asleep.verdict

@@ -313,3 +313,8 @@ def test_forgetting_makes_the_estimate_a_function_of_the_weights():
     two.load_state_dict(one.state_dict())
     one.forget()
     assert torch.equal(one.estimate(), two.estimate())
+
+
+def test_a_module_that_stands_twice_counts_twice():
+    conv = Conv(2, 2, 1, c=2.0)
+    assert Chain(conv, conv).lipschitz() == 4.0

@@ -303,3 +303,35 @@ def test_image_in_every_branch_for_the_papers_block(model):
     assert [t.shape[1:] for t in u] == [(8, 16, 16), (16, 8, 8), (32, 4, 4)]
     net(x).sum().backward()
     assert all(p.grad is not None for p in net.parameters())
+
+
+def test_constants_hold_under_autocast():
+    """The user's own autocast would form the products of the bounds in half precision, which their margin does not cover."""
+    torch.manual_seed(0)
+    f = build("cpu", block="potential", tau=0.999).f
+    with torch.no_grad():
+        f.weights.normal_()
+    convs = [m for m in f.modules() if isinstance(m, UnitConv)]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        mixing, kernels = f.mixing(), [m.kernel() for m in convs]
+    assert float(torch.linalg.matrix_norm(mixing.double(), 2)) <= 0.999
+    assert max(float(torch.linalg.matrix_norm(k.double().flatten(1), 2)) for k in kernels) <= 1
+
+
+def test_half_precision_is_bounded_in_single():
+    g = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        w = (torch.randn(30, 1, generator=g) @ torch.randn(1, 40, generator=g)).bfloat16()
+        assert float(torch.linalg.matrix_norm(w.double(), 2)) <= float(matrix_norm_bound(w)) * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("tau", [0.6, 1 - 1e-6])
+def test_one_branch_keeps_room_for_rounding(tau):
+    assert build("digits", block="potential", n=1, tau=tau).f.lipschitz() <= tau
+
+
+def test_a_path_of_weight_zero_is_certified():
+    net = build("cpu", block="potential")
+    with torch.no_grad():
+        net.f.weights[0, 1] = -1000.0
+    assert certify(net, dtype=torch.bfloat16, measure=False, progress=False).certified

@@ -236,3 +236,19 @@ def test_no_public_module_writes_into_its_input(norm, train):
             for a, b in zip([*before, *values[0]], [*tensors(arguments), *values[1]], strict=True):
                 assert torch.equal(a, b), (type(module).__name__, mode.__name__, form)
     assert seen == {c for c in vars(model).values() if isinstance(c, type) and issubclass(c, nn.Module)}
+
+
+@pytest.mark.parametrize("changes", [{}, {"block": "potential"}])
+def test_a_solve_under_autocast_computes_what_is_recorded(changes):
+    """Written over a narrower tensor, the state would lose digits in a solve that the recorded evaluation has."""
+    torch.manual_seed(0)
+    net = model.build("cpu", **changes).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        u = net.injected(torch.randn(2, 3, 16, 16))
+        z = [torch.randn_like(t, dtype=torch.float32) for t in net.z0(u[0])]
+        held = net.f.hold(u)
+        recorded = net.f(z, u, held)
+        with torch.no_grad():
+            solved = net.f(z, u, held)
+    for a, b in zip(recorded, solved, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)

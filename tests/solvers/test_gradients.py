@@ -799,3 +799,19 @@ def test_one_product_may_be_all():
     rule = Implicit(Anderson(tol=1e-3, max_iter=1))
     _, _, s = gradients(layer, x, torch.randn(3, 6, dtype=DOUBLE), rule)
     assert s.backward.nfe == 1 and s.backward.reason == "converged"
+
+
+def test_what_deq_cannot_do_is_refused():
+    z = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="solver = 'anderson': must be a solver"):
+        deq(torch.tanh, z, solver="anderson")
+    with pytest.raises(ValueError, match="pair = True: must be False for Unrolled"):
+        deq(torch.tanh, z, adjoint=Unrolled(3), pair=True)
+    with pytest.raises(ValueError, match="steps = 1: must be at least 2"):
+        Implicit(Picard(steps=1))
+
+
+def test_a_map_that_depends_on_nothing_has_no_gradient():
+    w = torch.ones(3, requires_grad=True)
+    z, _ = deq(lambda z: torch.ones_like(z), torch.zeros(2, 3), inputs=[w])
+    assert torch.autograd.grad((z * w).sum(), w)[0].tolist() == [2.0] * 3
