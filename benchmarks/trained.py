@@ -1,7 +1,7 @@
 """Times of a training step at the trained weights of a protocol's rows, interleaved in one process, medians of rounds.
 
-    python -m benchmarks.trained                     # protocol cpu: rows whose runs/ folders are here (make reproduce)
-    python -m benchmarks.trained --protocol cpu32    # MDEQ's weights may also lie in results/
+    python -m benchmarks.trained                     # protocol cpu: rows whose weights are in runs/ or results/
+    python -m benchmarks.trained --protocol cpu32    # the same of another protocol
 
 Every row takes the same batches with its own method, solver and caps, in training mode with dropout; the optimizer's rate is 0,
 so that the weights stay. Each is compared with MDEQ, step by step. What is measured replaces what the file in results/bench
@@ -63,6 +63,13 @@ def finished(runs: Path, results: Path, row: str) -> tuple[dict, Path] | None:
     return None
 
 
+def rows(runs: Path, results: Path, table: str) -> set[str]:
+    """The rows of a table that are finished and whose weights are here."""
+    found = {*(runs / table).glob("*/seed0"), *(results / table).glob("*/seed0.ckpt")}
+    names = {path.parent.name for path in found}
+    return {name for name in names if finished(runs, results, f"{table}/{name}")}
+
+
 def batch(record: dict) -> tuple[torch.Tensor, torch.Tensor, str]:
     """The first training images of a run's data, as many as its batch, not augmented; and its scale in words."""
     cfg = RunConfig.from_mapping(record["parameters"])
@@ -81,7 +88,7 @@ def measure(runs: Path, results: Path, table: str, rounds: int) -> tuple[dict, s
         raise SystemExit(f"{runs} has no finished run of MDEQ for {table}: run `make reproduce` first")
     x, y, scale = batch(base[0])
     steps = {"mdeq" if own else "": Timed(*base, x, y)}
-    for name in sorted({p.parent.parent.name for p in (runs / table).glob("*/seed0/record.json")} - set(steps)):
+    for name in sorted(rows(runs, results, table) - set(steps)):
         steps[name] = Timed(*finished(runs, results, f"{table}/{name}"), x, y)
     interleave(steps, rounds, warmup=2)
     for s in steps.values():
@@ -110,13 +117,13 @@ def main() -> None:
     result = read_sealed(out, "a benchmark of trained models") if out.is_file() else {}
     about = {"commit": git_commit(), "finished": now()}
     for table in TABLES:
-        if not any((runs / table).glob("*/seed0/record.json")):
+        if not rows(runs, results, table):
             continue
-        rows, scale = measure(runs, results, table, args.rounds)
+        found, scale = measure(runs, results, table, args.rounds)
         key = "rows" if table == "table1" else table
-        result[key] = {**result.get(key, {}), **{name: {**r, **about} for name, r in rows.items()}}
+        result[key] = {**result.get(key, {}), **{name: {**r, **about} for name, r in found.items()}}
         result["scale" if table == "table1" else f"{table}_scale"] = scale
-        for name, r in rows.items():
+        for name, r in found.items():
             print(f"{name:<16} {r['step_ms']:7.1f} ms  {r['speedup']:5.2f}x  {r['nfe_forward']}/{r['nfe_backward']}")
     result |= {"rounds": args.rounds, "command": f"python -m benchmarks.trained --protocol {args.protocol}", "seed": 0}
     result |= {"versions": versions(), "machine": machine(torch.device("cpu")), "git_commit": git_commit()}
