@@ -92,18 +92,22 @@ def records(table):
     return [f for f in RECORDS if f.startswith(f"results/{PROTOCOL}/{table}/") and f.endswith(".json")]
 
 
+def times():
+    """The measured times of the protocol, if there are any."""
+    path = times_file(PROTOCOL, Path())
+    return [str(path)] if path.exists() else []
+
+
 def of_table(w):
     """What a table is made from; times do not count while it is what they give."""
-    found = [*records(w.table), "results/paper.yaml"]
-    times = times_file(PROTOCOL, Path())
-    found += [str(times)] if times.exists() else []
+    found = [*records(w.table), "results/paper.yaml", *times()]
     return [ancient(f) for f in found] if LOADED[w.table].is_written(FOLDER) else found
 
 
 def of_figure(w):
     """What a figure is made from, in the same way: Figures 3 and 5 show some rows of Table 1."""
     if w.figure == "figure4":
-        found = [*records("figure4"), *records("table1"), "results/paper.yaml"]
+        found = [*records("figure4"), *records("table1"), "results/paper.yaml", *times()]
     else:
         found = [f for f in records("table1") if f.split("/")[3] in CURVES]
     return [ancient(f) for f in found] if is_drawn(w.figure, LOADED, FOLDER) else found

@@ -107,8 +107,8 @@ def work_paper(row) -> float | None:
 
 
 def figure4(table: Table, table1: Table):
-    """Figure 4: accuracy and cost against the L of the hyperparameters; accuracies as differences to each one's MDEQ."""
-    fig, (left, right) = plt.subplots(1, 2, figsize=(8.2, 3.6))
+    """Figure 4: accuracy, cost and speed against the L of the hyperparameters; accuracy and speed beside each one's MDEQ."""
+    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(9.4, 3.6))
     base, theirs = table1["mdeq"].value("accuracy"), table1["mdeq"].paper["accuracy"]
     printed = [row for row in table.rows if "accuracy" in row.paper]
     if base:
@@ -125,15 +125,20 @@ def figure4(table: Table, table1: Table):
     paper(left, [promised(r.config) for r in printed], [r.paper["accuracy"] - theirs for r in printed])
     left.axhline(0, color="#555555", linewidth=0.9, linestyle="-")
     left.set(title="Accuracy minus that of MDEQ", ylabel="points")
-    ours(right, [promised(r.config) for r in table.done], [work(r) for r in table.done])
-    paper(right, [promised(r.config) for r in printed], [work_paper(r) for r in printed])
-    right.set(title="Evaluations of f in a training step", yscale="log", ylim=(1.5, 50), ylabel="forward + backward")
-    right.set_yticks([2, 5, 10, 20, 40], ["2", "5", "10", "20", "40"])
-    right.minorticks_off()
-    for ax in (left, right):
+    ours(middle, [promised(r.config) for r in table.done], [work(r) for r in table.done])
+    paper(middle, [promised(r.config) for r in printed], [work_paper(r) for r in printed])
+    middle.set(title="Evaluations in a training step", yscale="log", ylim=(1.5, 50), ylabel="forward + backward")
+    middle.set_yticks([2, 5, 10, 20, 40], ["2", "5", "10", "20", "40"])
+    middle.minorticks_off()
+    timed = [row for row in table.done if row.value("speedup")]
+    ours(right, [promised(r.config) for r in timed], [r.value("speedup").mean for r in timed])
+    paper(right, [promised(r.config) for r in printed], [r.paper["speedup"] for r in printed])
+    right.axhline(1, color="#555555", linewidth=0.9, linestyle="-")
+    right.set(title="Speed-up of a training step", ylabel="MDEQ's time / this", ylim=(0, None))
+    for ax in (left, middle, right):
         ax.set(xscale="log", xlim=(0.02, 25), xlabel="L of the hyperparameters")
         shade_contraction(ax, axis="x", label="L < 1")
-        ax.legend(fontsize="small")
+    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     return fig
 
 
@@ -148,10 +153,13 @@ def products(names: Iterable[str] = TABLES) -> list[str]:
 
 
 def source(figure: str, tables: Mapping[str, Table]) -> str:
-    """One hash over all records and printed numbers that a figure shows; Figures 3 and 5 show some rows, nothing printed."""
+    """One hash over all that a figure shows: records, speeds, printed numbers; Figures 3 and 5 show some rows' records."""
     rows = {f"{name}/{row.name}": row for name in FIGURES[figure][1:] for row in tables[name].rows}
     if figure == "figure4":
-        return content_sha256({k: [row.paper, *(r["sha256"] for r in row.records)] for k, row in rows.items()})
+        speeds = {k: row.bench.get("speedup") for k, row in rows.items()}
+        return content_sha256(
+            {k: [row.paper, speeds[k], *(r["sha256"] for r in row.records)] for k, row in rows.items()}
+        )
     return content_sha256({k: [r["sha256"] for r in row.records] for k, row in rows.items() if row.name in CURVES})
 
 
