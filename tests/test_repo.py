@@ -17,6 +17,7 @@ import yaml
 
 from lipmdeq.experiments import tables
 from lipmdeq.experiments.record import read_record
+from lipmdeq.experiments.rows import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -292,52 +293,35 @@ def test_a_moved_folder_is_noticed(tmp_path):
     assert set_up(new) == ""
 
 
-def test_depth_in_the_readme_is_that_of_the_records():
-    """The README's first table, made from the records of four epochs; paste what this prints."""
-    expected = []
-    titles = {
-        "potential": "certified family, τ = 0.9",
-        "mdeq-all": "MDEQ, image in every branch",
-        "lip-a0.4": "the paper's block, a = 0.4",
-    }
-    for row, title in titles.items():
-        record = read_record(ROOT / "results" / "cpu32" / "short" / row / "seed0.json")
-        d, r = record["depth"], record["result"]
-        cells = [
-            title,
-            f"{100 * r['accuracy']:.1f}",
-            f"{100 * d['accuracy_star']:.1f}",
-            f"{100 * d['accuracy'][0]:.1f}",
-            f"{100 * d['same_label'][0]:.1f}",
-        ]
-        proved = record["certificate"]["train"]["perron"]
-        cells += [f"{proved:.2f}", f"{d['tightness']:.2f}"] if proved < 1 else ["none", "–"]
-        cells += [f"{r['nfe_train_forward']:.0f} / {r['nfe_train_backward']:.0f}"]
+def test_results_in_the_readme_are_those_of_the_records():
+    """The README's table, ours and the paper's, made from the records of eight epochs; paste what this prints."""
+    ours = read_rows("beyond", "cpu32", ROOT, {"potential-t0.9": {"name": "certified family, τ = 0.9"}})
+    table = tables.load("table1", "cpu32", ROOT)
+    rows, expected = [*ours, *(table[name] for name in ("lip-a1.0", "lip-a0.4", "lip-a0.1", "mdeq"))], []
+    for row in rows:
+        both = [f"nfe_train_{way}" for way in ("forward", "backward")]
+        depth, L = row.records[0]["depth"], row.value("perron_train").high
+        cells = [row.title, row.ours("accuracy"), f"{row.paper.get('accuracy', '–')}"]
+        cells += [f"{100 * depth['accuracy'][0]:.1f}", f"{math.floor(1000 * depth['same_label'][0]) / 10:.1f}"]
+        cells += [f"{L:.2g}" if L < 1 else "none", " / ".join(row.ours(key) for key in both)]
+        cells += [" / ".join(f"{row.paper[key]}" for key in both) if row.paper.get(both[0]) else "–"]
+        cells += [row.ours("speedup"), f"{row.paper.get('speedup', '–')}"]
         expected.append(f"| {' | '.join(cells)} |")
-        expected_weights = f"{record['model']['parameters'] / 1e6:.2f}M"
-        assert expected_weights in (ROOT / "README.md").read_text("utf8"), expected_weights
-    text = (ROOT / "README.md").read_text("utf8")
-    assert "\n".join(expected) in text, "\n".join(["README.md should say:", *expected])
-
-
-def test_eight_epochs_in_the_readme_are_those_of_the_records():
-    """The sentence below the README's first table."""
-    rows = "beyond/potential-t0.9", "table1/lip-a0.4", "table1/lip-a0.1", "table1/mdeq"
-    ours, steep, flat, free = (read_record(ROOT / "results" / "cpu32" / row / "seed0.json") for row in rows)
-    right = [f"{100 * record['result']['accuracy']:.1f} %" for record in (ours, steep, flat, free)]
-    labels = [f"{math.floor(1000 * record['depth']['same_label'][0]) / 10:.1f} %" for record in (steep, flat)]
-    first, proved = f"{100 * ours['depth']['accuracy'][0]:.1f} %", f"{ours['certificate']['train']['perron']:.2f}"
-    sentence = (
-        f"After eight epochs the certified family has {right[0]} of the test images right ({first} at f(0), proved L {proved}), "
-        f"the paper's block {right[1]} at a = 0.4 and {right[2]} at a = 0.1, where f(0) gives {labels[0]} and {labels[1]} "
-        f"of the labels, and MDEQ, always at its caps of 18 and 20 evaluations, {right[3]}"
-    )
-    assert [free["result"][f"nfe_train_{way}"] for way in ("forward", "backward")] == [18, 20]
     text = " ".join((ROOT / "README.md").read_text("utf8").split())
-    assert sentence in text, sentence
-    one, three = (read_record(ROOT / "results/cpu32/beyond" / f"potential-k{k}" / "seed0.json") for k in (1, 3))
-    reach = " and ".join(f"{100 * record['result']['accuracy']:.1f} %" for record in (one, three))
-    assert f"trained by backpropagation, reach {reach}" in text, reach
+    assert " ".join(expected) in text, "\n".join(["README.md should say:", *expected])
+    assert all(len(row.records) == 1 and row.config.epochs == 8 for row in rows), "the README says: seed 0"
+    weights = [f"{row.records[0]['model']['parameters'] / 1e6:.2f}M" for row in rows]
+    assert set(weights[1:]) == {weights[1]} and f"{weights[0]} weights instead of {weights[1]}" in text
+
+
+def test_opponents_in_the_readme_are_those_of_the_records():
+    """Explicit networks after eight epochs; MDEQ with the same input after four."""
+    text = " ".join((ROOT / "README.md").read_text("utf8").split())
+    names = "beyond/potential-k1", "beyond/potential-k3", "short/mdeq-all", "short/potential"
+    records = (read_record(ROOT / "results" / "cpu32" / name / "seed0.json") for name in names)
+    one, three, free, ours = (f"{100 * record['result']['accuracy']:.1f} %" for record in records)
+    assert f"trained by backpropagation, reach {one} and {three}." in text
+    assert f"has {free} after four epochs, where the certified family has {ours}" in text
 
 
 def test_rates_in_the_recipe_are_those_of_the_records():
@@ -364,23 +348,3 @@ def test_rates_in_the_recipe_are_those_of_the_records():
         ]
         assert f"| {' | '.join(shown)} |" in text, (row, shown)
         assert yaml.safe_load((ROOT / "configs" / "cpu32" / f"{config}.yaml").read_text("utf8"))["lr"] == best
-
-
-def test_results_in_the_readme_are_those_of_the_records():
-    """The lines of the README's table, ours and the paper's, made from the records; paste what this prints."""
-    table = tables.load("table1", root=ROOT)
-    expected = []
-    for name in "mdeq", "lip-a1.0", "lip-a0.4", "lip-a0.1":
-        row = table[name]
-        ours = f"{row.ours('nfe_train_forward')} / {row.ours('nfe_train_backward')}"
-        paper = f"{row.paper['nfe_train_forward']} / {row.paper['nfe_train_backward']}"
-        cells = [row.title, row.ours("speedup"), f"{row.paper['speedup']:g}", ours, paper]
-        cells += [row.ours("accuracy"), f"{row.paper['accuracy']:g}", row.ours("perron_test")]
-        expected.append(f"| {' | '.join(cells)} |")
-    text = (ROOT / "README.md").read_text("utf8")
-    assert "\n".join(expected) in text, "\n".join(["README.md should say:", *expected])
-    assert table.scale in text, table.scale
-    # "the constraint costs no accuracy that can be told from the spread"
-    free = table["mdeq"].value("accuracy").mean
-    rows = [f"lip-a{a}" for a in (1.0, 0.4, 0.1)]
-    assert all(free - table[r].value("accuracy").mean <= table.spread(r, "mdeq") for r in rows)

@@ -117,6 +117,8 @@ def test_folder_is_complete(edition):
     text = "".join(path.read_text("utf8") for path in (edition / "notebooks").glob("*.ipynb"))
     for path in set(re.findall(r"\.\./((?:results|configs)/[\w./-]+)", text)):
         assert (edition / path).exists(), path
+    for table, protocol in set(re.findall(r'load\(\\"(\w+)\\", \\"(\w+)\\"', text)):
+        assert (edition / "configs" / protocol / table).is_dir(), (protocol, table)
     probe = "import lipmdeq, pathlib; print(pathlib.Path(lipmdeq.__file__).parent.parent)"
     run = subprocess.run([sys.executable, "-B", "-c", probe], cwd=edition, capture_output=True, text=True)
     assert Path(run.stdout.strip()).resolve() == edition.resolve()
