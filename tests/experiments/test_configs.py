@@ -15,7 +15,7 @@ import pytest
 from lipmdeq.bounds import LipschitzSpec
 from lipmdeq.experiments.figures import FIGURES, is_drawn
 from lipmdeq.experiments.parameters import ABLATIONS, PRESETS, ParameterError, RunConfig, RunError
-from lipmdeq.experiments.record import same_run
+from lipmdeq.experiments.record import read_record, same_run
 from lipmdeq.experiments.step import make_adjoint, make_solver
 from lipmdeq.experiments.tables import SHARED, load
 from lipmdeq.experiments.tables import TABLES as PRINTED
@@ -582,3 +582,23 @@ def test_a_run_that_is_older_than_a_parameter_goes_on(tmp_path):
     same_run(RunConfig(solver="picard"), old, tmp_path)
     with pytest.raises(RunError, match=r"holds a run with fixed_steps = None, not 4"):
         same_run(RunConfig(solver="picard", fixed_steps=4), old, tmp_path)
+
+
+def test_the_readme_of_the_protocol_tells_its_records():
+    """configs/cpu32/README.md: the chosen rates and the ablation, digit by digit."""
+    page = (ROOT / "configs" / "cpu32" / "README.md").read_text("utf8")
+    names = {"recipe/potential-lr0.002": "as it is", "ablation/alpha0.3": "α2 = .3", "ablation/alpha0.7": "α2 = .7"}
+    names |= {
+        "ablation/e5": "expansion 5",
+        "ablation/p0.3": "dropout .3",
+        "ablation/first": "image in the first branch",
+    }
+    for name, words in names.items():
+        record = read_record(ROOT / "results" / "cpu32" / name / "seed0.json")
+        depth, result = record["depth"], record["result"]
+        assert (result["split"], result["images"], record["parameters"]["epochs"]) == ("val", 5000, 2)
+        shown = [f"{100 * v:.1f}" for v in (result["accuracy"], depth["accuracy"][0], depth["same_label"][0])]
+        line = next(line for line in page.splitlines() if line.startswith(f"| {words}"))
+        assert line.endswith(f"| {' | '.join(shown)} | {depth['tightness']:.2f} |"), (line, shown)
+    for path in (ROOT / "results" / "cpu32" / "recipe").glob("*/seed0.json"):
+        assert f"{100 * read_record(path)['result']['accuracy']:.1f}" in page, path.parent.name
