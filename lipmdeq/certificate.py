@@ -283,9 +283,7 @@ def certify(
     if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"dtype = {dtype}: must be torch.bfloat16, torch.float16, torch.float32 or None")
     if x is not None and (x.dim() != 4 or max(x.shape[2:]) > image_size):
-        raise ValueError(
-            f"x = {tuple(x.shape)}: must be (B, C, H, W), at most {image_size} high and wide as image_size says"
-        )
+        raise ValueError(f"x = {tuple(x.shape)}: must be (B, C, H, W), at most {image_size} high and wide")
     refuse_unknown(f)
     constants, layers = live_constants(Prover(f, conv_sizes(f, image_size, cfg.image_size), dtype), progress)
     drops = [m for m in f.modules() if isinstance(m, VariationalDropout) and dtype is not None]

@@ -104,9 +104,8 @@ class Measurement:
                 noise = zip(star, _random_like(star, random), strict=True)
                 places[f"random {k}"] = [(float(t.std()) + 1e-12) * r for t, r in noise]
             rows = []
-            for at, z in tqdm(
-                places.items(), "measuring", unit="point", disable=None if progress else True, leave=False
-            ):
+            bar = tqdm(places.items(), "measuring", unit="point", disable=None if progress else True, leave=False)
+            for at, z in bar:
                 plain, weighted = JacobianProbe(f, z), JacobianProbe(f, z, d)
                 found = [p.norm(self.power_steps, random) for p in (plain, weighted)]
                 found.append(plain.spectral_radius(generator=random))

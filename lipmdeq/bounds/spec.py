@@ -149,12 +149,8 @@ class LipschitzSpec:
         return self.L_bar * self.fusion_matrix() * self.L_hat(train)
 
     def L(self, reading: str = "perron", train: bool = True) -> float:
-        """The Lipschitz constant of f in one of the `READINGS`."""
+        """The Lipschitz constant of f in one of the `READINGS`; of the backward map too (for "perron" with weights 1/D)."""
         return self.operations(train).L(reading)
-
-    def L_backward(self, reading: str = "perron", train: bool = True) -> float:
-        """Backward map x ↦ xJ(z*) + v: ‖J(z*)‖ ≤ L; in the dual norm (weights 1/D) for "perron"."""
-        return self.L(reading, train)
 
     @property
     def D(self) -> np.ndarray:

@@ -176,7 +176,7 @@ class FixedPointMap(BranchMap):
 
     def constrain(self, prove: bool = True) -> float:
         """‖W‖₂ ≤ c and |γ| ≤ γ̄ wherever the configuration asks for it."""
-        return max(m.constrain(prove) for m in self.modules() if isinstance(m, Conv | GN | MGN))
+        return layers.constrain(self.modules(), prove)
 
 
 def read(matrix: np.ndarray, reading: str) -> float:

@@ -11,7 +11,7 @@ Tensors are (B, C, H, W), best in ``channels_last``. No layer writes into its in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -84,37 +84,25 @@ class Conv(Layer):
         return math.inf if self.c is None else bounds.lip_conv(self.c)
 
     def forget(self) -> None:
-        """Drop what the constraint remembers of earlier weights; the next call starts afresh."""
-        self._guard = self._seen = None
-        self._due = False
+        """Drop what the constraint remembers of earlier weights and map sizes; the next call starts afresh."""
+        self._guard = NormGuard(self.size, stride=self.stride, padding=self.padding)  # who proves ‖W‖ ≤ c
+        self._seen, self._due = None, False
 
-    @torch.no_grad()
     def constrain(self, prove: bool = True) -> float:
-        """Bring the operator norm of the weight in use to at most c, changing as little as possible.
+        """Bring the operator norm of the weight in use to at most c, as :func:`constrain` does for many layers."""
+        return constrain([self], prove)
 
-        Without ``prove`` a weight whose *estimated* norm exceeds (1 − MARGIN)·c is scaled to that, and 0 is returned: the
-        estimate is always too small, but rarely by more than the margin. It costs what two images cost, and nothing waits for
-        the result on a GPU. With ``prove`` the norm is also proved to be at most c; returns the bound that was found before over
-        c (at most 1 when the proof changed nothing).
-        """
-        if self.c is None:
-            return 0.0
+    def scale(self, factor: Tensor | float) -> None:
+        (self.weight if self.g is None else self.g).mul_(factor)
+
+    def hold(self, prove: bool) -> None:
+        """Scale the weight if its estimated norm exceeds (1 − MARGIN)·c; before a proof only what is held so already."""
         if not prove or self._seen is not None:  # a layer that is held by estimates shows the proof what they do,
             self._due = self._due and not prove  # and the weaker ones at that
             norm = self.estimate().nan_to_num(0.0, 0.0)  # squares overflow: left to the next proof
-            (self.weight if self.g is None else self.g).mul_(((1 - MARGIN) * self.c / norm).clamp(max=1.0))
+            self.scale(((1 - MARGIN) * self.c / norm).clamp(max=1.0))
             self._seen = self.kernel().detach().clone()
-        if not prove:
-            return 0.0
-        if self._guard is None or self._guard.key != (self.size, self.stride, self.padding):
-            self._guard = NormGuard(self.size, stride=self.stride, padding=self.padding)
-        if self.g is None:
-            self._guard.enforce(self.weight, self.c)
-        else:
-            self.g.mul_(self._guard.enforce(self.kernel().clone(), self.c))
-        return self._guard.found / self.c
 
-    @torch.no_grad()
     def estimate(self) -> Tensor:
         """A lower estimate of the operator norm: √‖TᵀTv‖ of a unit vector v, (C_in, H, W), that this power step improves.
 
@@ -149,6 +137,30 @@ class Conv(Layer):
         return (image / length).nan_to_num(SMALL, SMALL, SMALL), length
 
 
+@torch.no_grad()
+def constrain(modules: Iterable[nn.Module], prove: bool = True) -> float:
+    """|γ| ≤ γ̄ and ‖W‖ ≤ c for the weights in use, changing as little as possible.
+
+    Without ``prove`` a weight whose *estimated* norm exceeds (1 − MARGIN)·c is scaled to that, and 0 is returned: the estimate is
+    always too small, but rarely by more than the margin. It costs what two images cost, and a GPU is not waited for. With
+    ``prove`` norms are also proved to be at most c; a GPU is waited for once, and again for each layer in doubt. Returns the
+    largest bound that was found before, over c (at most 1: nothing was changed).
+    """
+    held = []
+    for m in modules:
+        if isinstance(m, _Norm):
+            m.constrain()
+        elif isinstance(m, Conv) and m.c is not None:
+            held.append(m)
+            m.hold(prove)
+    if not prove or not held:
+        return 0.0
+    proved = torch.stack([layer._guard.proves(layer.kernel(), layer.c) for layer in held]).cpu().tolist()
+    for layer in (layer for layer, sure in zip(held, proved, strict=True) if not sure):
+        layer.scale(layer._guard.enforce(layer.kernel().clone(), layer.c))
+    return max(layer._guard.found / layer.c for layer in held)
+
+
 class _Norm(Layer):
     """What GN and MGN share: groups of channels, optional γ and β for each channel, the clip |γ| ≤ γ̄, and ``bound(gamma)``, the
     constant for |γ_c| ≤ gamma. Without γ and β the scale is min(1, γ̄), so that max|γ| ≤ γ̄ holds for every norm of the model.
@@ -164,11 +176,10 @@ class _Norm(Layer):
         self.bias = nn.Parameter(torch.zeros(channels)) if affine else None
 
     @torch.no_grad()
-    def constrain(self, prove: bool = True) -> float:
-        """Clip |γ| to γ̄ (when there is a γ̄); arguments and result are those of :meth:`Conv.constrain`."""
+    def constrain(self) -> None:
+        """Clip |γ| to γ̄ (when there is a γ̄)."""
         if self.weight is not None and self.gamma is not None:
             self.weight.clamp_(-self.gamma, self.gamma)
-        return 0.0
 
     def scale(self) -> Tensor | float:
         """γ, (C,), or the fixed number in its place."""

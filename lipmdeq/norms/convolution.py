@@ -70,15 +70,7 @@ def lower_norm(weight: Tensor, size: Pair, *, steps: int = 100, seed: int = 0, *
     """‖T v‖/‖v‖ after ``steps`` of Lanczos' method on TᵀT from a random start: reached, hence a lower bound."""
     where = geometry_of(weight, size, **geometry)
     unit = _unit(check_finite(weight))
-    _, value = _search(weight.detach().double() / unit, where, steps, seed)
-    return Norm(unit * value, "lower", "lanczos")
-
-
-def top_input(weight: Tensor, size: Pair, *, steps: int = 100, seed: int = 0, **geometry) -> Tensor:
-    """Unit input (1, C_in, H, W), double, that the convolution stretches (nearly) most: a witness of the norm; 0 where T = 0."""
-    where = geometry_of(weight, size, **geometry)
-    check_finite(weight)
-    return _search(weight.detach().double(), where, steps, seed)[0]
+    return Norm(unit * _search(weight.detach().double() / unit, where, steps, seed), "lower", "lanczos")
 
 
 def _unit(top: float) -> float:
@@ -104,7 +96,7 @@ def _sound(weight: Tensor, where: Geometry, method: str) -> tuple[float, str, st
         return largest(kernel, torus_covers(axes)[0]), "exact", "torus"
     if method == "torus":
         return least(kernel, torus_covers(axes))[0], "upper", "torus"
-    _, guess = _search(weight, where, steps=100, seed=0)
+    guess = _search(weight, where, steps=100, seed=0)
     whole = BandedGram(kernel, axes)
     if method == "cholesky" or (max(a.size for a in axes) <= 4 and whole.cost <= DEAR):
         return whole.bound(guess), "upper", "cholesky"
@@ -128,8 +120,8 @@ def _refined(kernel: Kernel, whole: BandedGram, guess: float) -> tuple[float, st
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _search(weight: Tensor, where: Geometry, steps: int, seed: int) -> tuple[Tensor, float]:
-    """Unit input v near the top right singular vector of T, by single-precision steps on the operator, and ‖T v‖ in double."""
+def _search(weight: Tensor, where: Geometry, steps: int, seed: int) -> float:
+    """‖T v‖ in double, v a unit input near the top right singular vector of T, by single-precision steps on the operator."""
     check_whole("steps", steps)
     conv = partial(where.conv, (weight / (float(weight.abs().max()) or 1.0)).float())
     shape = (1, weight.shape[1] * where.groups, *where.size)
@@ -150,7 +142,7 @@ def _search(weight: Tensor, where: Geometry, steps: int, seed: int) -> tuple[Ten
     v = _lanczos(normal, start.to(weight.device), steps)
     v = (v.view_as(x) if inner else adjoint(v)).detach().double()
     v = v / v.norm().clamp_min(torch.finfo(torch.double).tiny)
-    return v, float(where.conv(weight, v).norm())
+    return float(where.conv(weight, v).norm())
 
 
 def _lanczos(normal: Callable[[Tensor], Tensor], v: Tensor, steps: int, tol: float = 2e-5) -> Tensor:

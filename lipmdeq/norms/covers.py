@@ -25,7 +25,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from torch import Tensor
 from lipmdeq.norms.geometry import Axis, Torus
 
 CHUNK = 1 << 23  # entries of a batch of Gram matrices that are in memory at once
-Test = Callable[[float], bool]  # does the factorisation of level·I − G run to its end?
+Test = Callable[[Tensor], bool | Tensor]  # does the factorisation of level·I − G run to its end?
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,13 @@ class Kernel:
         self.groups, self.taps = groups, len(axes[0].taps) * len(axes[1].taps)
         self.channels = {"in": w.shape[1], "out": w.shape[0] // groups}
         self.w = w.reshape(groups, self.channels["out"], self.channels["in"], self.taps)
-        self.norm = float(w.norm())  # ‖W‖_F
-        if self.norm < 1e-140 and w.numel():  # squares vanish
-            self.norm = math.sqrt(w.numel()) * float(w.abs().max())
+        self.square = w.square().sum()  # ‖W‖_F², on the device
         self._products: dict[str, Tensor] = {}
+
+    @cached_property
+    def norm(self) -> float:
+        """‖W‖_F."""
+        return float(self.square.sqrt())
 
     def orders(self, cover: Cover) -> dict[str, int]:
         """Order of the Gram matrices of a cover on each side; the smaller side is used."""
@@ -126,7 +129,7 @@ class Kernel:
             self._products[side] = (a @ a.mT).view(g, t, c, t, c).transpose(2, 3).reshape(g, t * t, c * c)
         return self._products[side]
 
-    def rounding(self, cover: Cover) -> tuple[float, float]:
+    def rounding(self, cover: Cover) -> tuple[float, Tensor]:
         """(δ, e): λ_max(G) ≤ ℓ²(1 + δ) + e when a computed test says "≤ ℓ²" (Cholesky, or eigvalsh returns ℓ²).
 
         Cholesky (Higham, Accuracy and Stability, Theorem 10.3; Rump, BIT 46, 2006): if the factorisation of A = ℓ²I − Ĝ runs to
@@ -139,9 +142,9 @@ class Kernel:
         # The larger side, since a banded factorisation (:mod:`lipmdeq.norms.banded`) may work on it.
         n, u = max(self.orders(cover).values()), sys.float_info.epsilon / 2
         forming = (max(self.channels.values()) + self.taps**2 + 34) * u
-        return 8 * n * (n + 2) * u, 2.1 * forming * self.taps * self.norm**2 + 1e-290
+        return 8 * n * (n + 2) * u, 2.1 * forming * self.taps * self.square + 1e-290
 
-    def level(self, cover: Cover, bound: float) -> float:
+    def level(self, cover: Cover, bound: float) -> Tensor:
         """The ℓ² below which a computed test has to stay for ‖T‖ ≤ bound to be proved, rounding included."""
         delta, error = self.rounding(cover)
         return ((bound / cover.scale) ** 2 - error) / (1 + delta)
@@ -149,7 +152,7 @@ class Kernel:
     def grams(self, cover: Cover) -> Iterator[Tensor]:
         """Gram matrices of the cover, in batches (B, n, n), Hermitian."""
         side = self.side(cover)
-        table, k = _table(cover, side).to(self.w.device), self.products(side)
+        table, k = _table(cover, side).to(self.w.device, non_blocking=True), self.products(side)
         c, a = self.channels[side], cover.blocks(side)
         step = max(1, CHUNK // (table.shape[1] * self.groups * (a * c) ** 2))
         for part in table.split(step):
@@ -159,24 +162,23 @@ class Kernel:
             yield g[:, 0] if p == 1 else torch.complex(g[:, 0], g[:, 1])
 
 
-def below(gram: Tensor, level: float) -> bool:
-    """Does the Cholesky factorisation of level·I − G succeed for every G of the batch?"""
+def below(gram: Tensor, level: Tensor) -> Tensor:
+    """Does the Cholesky factorisation of level·I − G succeed for every G of the batch? The answer stays on the device."""
     shifted = gram.neg()
     shifted.diagonal(dim1=-2, dim2=-1).add_(level)
-    return level > 0 and not bool(torch.linalg.cholesky_ex(shifted).info.any())
+    return (level > 0) & ~torch.linalg.cholesky_ex(shifted).info.any()
 
 
-def proves(kernel: Kernel, cover: Cover, c: float) -> bool:
-    """True is a proof of ‖T‖ ≤ c (batched Cholesky, rounding included); False proves nothing."""
+def proves(kernel: Kernel, cover: Cover, c: float) -> Tensor:
+    """True is a proof of ‖T‖ ≤ c (batched Cholesky, rounding included), False proves nothing; nothing waits for the answer."""
     level = kernel.level(cover, c)
-    return kernel.norm == 0 or all(below(g, level) for g in kernel.grams(cover))
+    return torch.stack([kernel.square < 1e300, *(below(g, level) for g in kernel.grams(cover))]).all()
 
 
 def largest(kernel: Kernel, cover: Cover, stop: float = math.inf) -> float:
     """Upper bound on ‖T‖: the largest norm in the cover by eigvalsh (inf as soon as it reaches ``stop``, or there is none)."""
-    delta, error = kernel.rounding(cover)
-    bound = 0.0
-    for g in kernel.grams(cover) if kernel.norm else ():
+    (delta, error), bound = map(float, kernel.rounding(cover)), 0.0
+    for g in kernel.grams(cover):
         try:
             top = float(torch.linalg.eigvalsh(g)[:, -1].max())
         except torch.linalg.LinAlgError:

@@ -30,21 +30,9 @@ def fast_covers(kernel: Kernel, axes: tuple[Axis, Axis]) -> list[Cover]:
     return halves or torus_covers(axes)
 
 
-def _prepare(weight: Tensor, size: Pair, c: float, geometry: dict) -> tuple[Kernel, list[Cover]]:
-    """The kernel and its covers; what cannot be bounded is refused."""
-    check_range("c", c)
-    where = geometry_of(weight, size, **geometry)
-    kernel = Kernel(weight, where.axes, where.groups)
-    if not kernel.norm < 1e150:  # else squares overflow
-        check_finite(weight)
-        raise ValueError(f"weight of Frobenius norm {kernel.norm}: too large to be bounded")
-    return kernel, fast_covers(kernel, where.axes)
-
-
 def fits(weight: Tensor, size: Pair, c: float, **geometry) -> bool:
     """True proves that the operator norm on maps of this size is at most c > 0; False means "not proved"."""
-    kernel, covers = _prepare(weight, size, c, geometry)
-    return any(proves(kernel, cover, c) for cover in covers)
+    return project(weight.detach().clone(), size, c, **geometry) == 1.0
 
 
 def project(weight: Tensor, size: Pair, c: float, **geometry) -> float:
@@ -60,10 +48,23 @@ class NormGuard:
     """
 
     def __init__(self, size: Pair, **geometry):
-        self.key = (size, geometry.get("stride", 1), geometry.get("padding", 0))
         self._size, self._geometry = size, geometry
         self._cover: Cover | None = None
         self.found = math.inf  # proved by the last enforce before it scaled anything: c, or the bound that was above it
+
+    def _covered(self, weight: Tensor, c: float) -> tuple[Kernel, list[Cover]]:
+        """The kernel, and its covers in the order in which they are tried."""
+        check_range("c", c)
+        where = geometry_of(weight, self._size, **self._geometry)
+        kernel = Kernel(weight, where.axes, where.groups)
+        return kernel, sorted(fast_covers(kernel, where.axes), key=lambda cover: cover != self._cover)
+
+    @torch.no_grad()
+    def proves(self, weight: Tensor, c: float) -> Tensor:
+        """True proves ‖T_W‖ ≤ c, over the cover that is tried first; False proves nothing. It stays on the device."""
+        kernel, covers = self._covered(weight, c)
+        self.found = c
+        return proves(kernel, covers[0], c)
 
     @torch.no_grad()
     def enforce(self, weight: Tensor, c: float) -> float:
@@ -73,18 +74,19 @@ class NormGuard:
         with a matrix W_t, in which an input occurs once for each copy of the map; so an error E of the weight changes T by at
         most √copies·Σ‖E_t‖ ≤ √(copies·taps)·‖E‖_F.
         """
-        kernel, covers = _prepare(weight, self._size, c, self._geometry)
-        cover = self._cover if self._cover in covers else covers[0]
-        self.found = c
-        if proves(kernel, cover, c):
+        if self.proves(weight, c):
             return 1.0
-        bound, self._cover = least(kernel, sorted(covers, key=lambda other: other != cover))
+        kernel, covers = self._covered(weight, c)
+        if not kernel.norm < 1e150:  # else squares overflow
+            check_finite(weight)
+            raise ValueError(f"weight of Frobenius norm {kernel.norm}: too large to be bounded")
+        bound, self._cover = least(kernel, covers)
         if bound <= c:
             return 1.0
         if bound == math.inf:
             raise ValueError(f"weight of Frobenius norm {kernel.norm}: no eigenvalues found, not to be bounded")
         self.found = bound
-        uses = kernel.taps * math.prod(a.copies for a in cover.axes)
+        uses = kernel.taps * math.prod(a.copies for a in self._cover.axes)
         kind = torch.finfo(weight.dtype)
         room = max(0.0, (1 - ROOM) * c - math.sqrt(uses * weight.numel()) * kind.tiny * kind.eps)
         factor = room / (bound + 8 * kind.eps * math.sqrt(uses) * kernel.norm)

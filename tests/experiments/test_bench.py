@@ -57,6 +57,25 @@ def test_trained_models_are_compared_with_mdeq(runs):
     assert rows["lip-a0.4"]["nfe_forward"] <= rows["mdeq"]["nfe_forward"] == 4 + 1  # the cap, and the graph
 
 
+@pytest.mark.filterwarnings("ignore::lipmdeq.solvers.SolverWarning")
+def test_rows_without_weights_are_played(runs, tmp_path):
+    """Fresh weights make as many evaluations as the run needed; what was measured of trained weights is not replaced."""
+    results, none = tmp_path / "results", tmp_path / "runs"
+    for name in "mdeq", "lip-a0.4":
+        kept = results / "table1" / name
+        kept.mkdir(parents=True)
+        (kept / "seed0.json").write_bytes((runs / "table1" / name / "seed0" / "record.json").read_bytes())
+    rows, _ = trained.measure(none, results, "table1", rounds=1)
+    for name, row in rows.items():
+        result = trained.finished(none, results, f"table1/{name}")[0]["result"]
+        used = round(result["calls_train_forward"]), max(2, round(result["nfe_train_backward"]))
+        assert row["weights"] == "fresh" and (row["nfe_forward"], row["nfe_backward"]) == used
+    before, _ = trained.measure(runs, runs, "table1", rounds=1)
+    assert all("weights" not in row and row["played_over_trained"] > 0 for row in before.values())
+    again, _ = trained.measure(none, results, "table1", rounds=1, known=before)
+    assert "lip-a0.4" not in again
+
+
 def test_missing_runs_are_named(tmp_path):
     with pytest.raises(SystemExit, match="no finished run of MDEQ for table1"):
         trained.measure(tmp_path, tmp_path, "table1", 1)

@@ -227,8 +227,8 @@ def test_cpu_tensor_anywhere_is_seen(name, tmp_path, monkeypatch):
 
 def test_cpu_tensor_in_a_proof_is_seen(tmp_path, monkeypatch):
     """The second step ends with one (prove_every = 2)."""
-    original = NormGuard.enforce
-    monkeypatch.setattr(NormGuard, "enforce", lambda self, w, *rest: original(self, w + torch.zeros(1), *rest))
+    original = NormGuard.proves
+    monkeypatch.setattr(NormGuard, "proves", lambda self, w, *rest: original(self, w + torch.zeros(1), *rest))
     with Factory():
         run = there(settings(a=0.4), tmp_path)
         with pytest.raises(RuntimeError, match="tensors on pretend and cpu meet"):
@@ -290,6 +290,22 @@ def test_constraint_without_proof_waits_for_nothing(tmp_path):
             run.model.constrain(prove=False)
             next(iter(run.data.train.batches(16, train=True)))
         assert seen.total == 0, seen.places
+
+
+def test_proof_of_all_layers_waits_once(tmp_path):
+    """Every layer is proved, and one answer for all of them is read; what a proof has to change may be looked at again."""
+    with Factory():
+        run = there(settings(a=0.4), tmp_path)
+        run.model.constrain()
+        with Watch() as seen:
+            assert run.model.constrain() <= 1
+        assert seen.total == 1, seen.places
+        held = [m for m in run.model.modules() if isinstance(m, Conv) and m.c is not None]
+        with torch.no_grad():
+            held[0].weight.mul_(100 * held[0].c)
+        with Watch() as again:
+            assert run.model.constrain() > 1
+        assert len(held) > 5 and 1 < again.total <= 30, again.places
 
 
 ITEMS = [

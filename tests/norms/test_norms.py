@@ -9,13 +9,12 @@ from decimal import Decimal
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from lipmdeq.bounds import lip_conv_reshaped
-from lipmdeq.norms import Norm, NormGuard, conv_norm, fits, lower_norm, project, reshaped_norm, top_input
+from lipmdeq.norms import Norm, NormGuard, conv_norm, fits, lower_norm, project, reshaped_norm
 from lipmdeq.norms import guard as guards
 from lipmdeq.norms.banded import BandedGram
 from lipmdeq.norms.covers import Cover, Kernel, climb, half_covers, largest, torus_covers
@@ -218,12 +217,9 @@ def test_reshaped_norm_misses_a_factor_of_three_and_two():
     assert 1.98 < ratio <= lip_conv_reshaped(1.0, 3, 2) == 2.0
 
 
-def test_witness_and_estimates():
+def test_estimates_are_reached_from_below():
     weight = torch.randn(6, 4, 3, 3, generator=seeded(7)).double()
     true = true_norm(weight, (6, 5), padding=1)
-    v = top_input(weight, (6, 5), padding=1)
-    assert v.shape == (1, 4, 6, 5) and float(v.norm()) == pytest.approx(1.0)
-    assert float(F.conv2d(v, weight, padding=1).norm()) >= 0.9999 * true
     lower = [lower_norm(weight, (6, 5), padding=1, steps=n).value for n in (1, 4, 100)]
     assert lower[0] < lower[1] < lower[2] <= true * (1 + 1e-12) and lower[2] > 0.9999 * true
 
@@ -307,7 +303,6 @@ def test_guard_keeps_the_norm_in_500_steps(layer, monkeypatch):
 def test_guard_state():
     weight = torch.randn(8, 4, 3, 3, generator=seeded(12))
     guard = NormGuard((9, 9), padding=1)
-    assert guard.key == ((9, 9), 1, 1)
     assert guard.enforce(weight, 2.0) < 1.0 and guard.enforce(weight, 2.0) == 1.0
     for other in (copy.deepcopy(guard), pickle.loads(pickle.dumps(guard))):
         changed = weight * 1.5
