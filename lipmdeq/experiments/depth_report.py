@@ -1,7 +1,8 @@
 """Does a model use its equilibrium? The depth report: what each further evaluation of f is worth, on real images.
 
-A proved L below 1 bounds how much there is to gain: ‖z* − f(0)‖ ≤ L‖z*‖ in the norm of the proof, so a model with a small L *is*
-one application of f, within L. The report measures what is left of the equilibrium in a trained model.
+A proved L below 1 bounds how far the state moves after the first evaluation: ‖z* − f(0)‖ ≤ L‖z*‖ in the norm of the proof. That
+is no bound on labels: most of z* may be the same for all images, and a head that removes this part (by batch normalisation)
+sees a small move as a large one. So the report counts labels, and says how much of z* differs between images.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Depth:
     probed: int  # images at which J was measured
     evaluations: float  # mean number of evaluations of f to the tolerance of the model's solver
     converged: float  # share of images whose z* met the tolerance of this report
+    variation: float | None = None  # median of ‖z* − its mean over a batch of images‖/‖z*‖; None in records without it
 
     @property
     def tightness(self) -> float:
@@ -68,7 +70,7 @@ class Depth:
     @classmethod
     def from_dict(cls, values: dict) -> Depth:
         """From the field ``depth`` of a record."""
-        found = {k: values[k] for k in cls.__dataclass_fields__}
+        found = {k: values[k] for k in cls.__dataclass_fields__ if k in values or k != "variation"}
         return cls(**{**found, "proved": math.inf if found["proved"] is None else found["proved"]})
 
     def __str__(self) -> str:
@@ -80,7 +82,12 @@ class Depth:
         proved = f"{self.proved:.4g}" if math.isfinite(self.proved) else "none"
         lines += [
             "",
-            f"hidden ReLUs that switch between images: {self.switching:.1%}",
+            f"hidden ReLUs that switch between images: {self.switching:.1%}"
+            + (
+                ""
+                if self.variation is None
+                else f"; part of z* that differs between them: {self.variation:.2g} of its length"
+            ),
             f"‖J‖₂ at z*: median {self.norm_median:.3g}, worst {self.norm_worst:.3g} (lower bounds, {self.probed} images)",
             f"spectral radius at z*: median {self.radius_median:.3g}, worst {self.radius_worst:.3g} (estimates)",
             f"proved L (test mode): {proved}; tightness {self.tightness:.2f}",
@@ -126,22 +133,23 @@ def depth(
         solver = solver or Anderson(tol=1e-5, max_iter=100)
         proof = (certificate or certify(model, images.shape[-1], measure=False, progress=False)).test
         *parts, units = zip(*(_seen(model, x, solver) for x in images.split(batch)), strict=True)
-        label, distance, nfe, converged = (torch.cat(part, -1) for part in parts)
+        label, distance, variation, nfe, converged = (torch.cat(part, -1) for part in parts)
         *accuracy, accuracy_star = (label == labels.cpu()).double().mean(1).tolist()
         return Depth(
             images=len(images), steps=list(STEPS), accuracy=accuracy, accuracy_star=accuracy_star,
             same_label=(label[:-1] == label[-1]).double().mean(1).tolist(), distance=distance.median(1).values.tolist(),
             switching=float(torch.stack(units).any(0).all(0).double().mean()), proved=float(proof["perron"]),
             **_jacobian(model, images[:PROBED], solver, proof["D"]), probed=min(PROBED, len(images)),
-            evaluations=float(nfe.mean()), converged=float(converged.mean()),
+            evaluations=float(nfe.mean()), converged=float(converged.mean()), variation=float(variation.median()),
         )  # fmt: skip
     finally:
         model.train(was)
 
 
 def _seen(model: nn.Module, x: Tensor, solver: Solver) -> tuple[Tensor, ...]:
-    """What one batch shows. A column for each image: its label at every f^k(0) and at z*, its distances to z*, evaluations,
-    whether it converged; and a column for each hidden unit: whether it was seen on, and seen off, at z*.
+    """What one batch shows. A column for each image: its label at every f^k(0) and at z*, its distances to z*, that of z* to
+    the mean of the batch, evaluations, whether it converged; and a column for each hidden unit: whether it was seen on, and
+    seen off, at z*.
     """
     f, z0, _ = model.problem(x)
     found, usual = solver.solve(f, z0), model.solver.solve(f, z0)
@@ -153,10 +161,11 @@ def _seen(model: nn.Module, x: Tensor, solver: Solver) -> tuple[Tensor, ...]:
             label.append(model.head(z).argmax(1))
             distance.append(norms([(a - b).double() for a, b in zip(z, star, strict=True)]) / size)
     label.append(model.head(star).argmax(1))
+    variation = norms([(t - t.mean(0, keepdim=True)).double() for t in star]) / size
     hidden = model.f.hidden(star, model.injected(x))
     units = torch.cat([torch.stack([on.any(0), (~on).any(0)]).flatten(1) for on in hidden], 1)
     nfe, converged = torch.full((len(x),), float(usual.nfe)).double(), found.converged.double()
-    return torch.stack(label).cpu(), torch.stack(distance).cpu(), nfe, converged.cpu(), units.cpu()
+    return torch.stack(label).cpu(), torch.stack(distance).cpu(), variation.cpu(), nfe, converged.cpu(), units.cpu()
 
 
 def _jacobian(model: nn.Module, x: Tensor, solver: Solver, d: list[float]) -> dict[str, float]:

@@ -96,6 +96,22 @@ def test_distance_obeys_the_bound(digits):
     assert report.tightness <= 1
 
 
+def test_what_differs_between_images(digits):
+    """‖z* − mean‖/‖z*‖: nothing for equal images; little where a constant is most of the state, as a large bias makes it."""
+    x, y = digits
+    net = load_model(DIGITS)
+    plain = depth(net, x, y).variation
+    assert depth(net, x[:1].expand(8, -1, -1, -1), y[:1].expand(8)).variation < 1e-5 < 0.1 < plain < 1
+    with torch.no_grad():
+        star = [t.flatten(1).double() for t in net.eval().equilibrium(x)[0]]
+    far = sum(((t - t.mean(0)) ** 2).sum(1) for t in star) / sum((t**2).sum(1) for t in star)
+    assert plain == pytest.approx(float(far.sqrt().median()), rel=1e-3)
+    with torch.no_grad():
+        for block in net.f.residual:  # the states grow by a constant; the images are what they were
+            block.norm3.bias.add_(5.0)
+    assert depth(net, x, y).variation < 0.2 * plain
+
+
 def test_verdicts():
     base = dict(
         images=10, steps=[1, 2, 3, 5, 10], accuracy=[0.5] * 5, accuracy_star=0.7, distance=[0.1] * 5, switching=0.3,
@@ -111,6 +127,10 @@ def test_verdicts():
     asleep = Depth(same_label=[FEED_FORWARD + 0.001] + [1.0] * 4, **base)
     assert asleep.feed_forward and "is feed-forward" in asleep.verdict
     assert Depth.from_dict(json.loads(json.dumps(alive.to_dict()))) == alive
+    older = {k: v for k, v in alive.to_dict().items() if k != "variation"}
+    assert Depth.from_dict(older) == alive and "differs between" not in str(alive)
+    with pytest.raises(KeyError, match="probed"):
+        Depth.from_dict({k: v for k, v in older.items() if k != "probed"})
     free = Depth(same_label=[0.6] * 5, **{**base, "proved": math.inf})
     assert free.tightness == 0 and "proved L (test mode): none" in str(free)
     assert len(alive.plot().lines) == 2
