@@ -7,6 +7,7 @@ import math
 import pickle
 from decimal import Decimal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -360,6 +361,22 @@ def test_largest_is_above_the_norm_in_its_last_digits():
             bound = min(largest(kernel, cover) for cover in [*torus_covers(axes), Cover(axes)])
             assert bound == pytest.approx(scale * float(norm), rel=1e-9)
             assert Decimal(bound) >= Decimal(scale) * norm, (h, scale)
+
+
+@pytest.mark.parametrize("channels", [8, 200])
+def test_rounding_covers_how_gram_matrices_are_formed(channels):
+    """Sums over channels in double precision against extended precision: the error e of a proof is above the difference."""
+    weight = torch.randn(channels, 4, 3, 3, generator=seeded(21)).double()
+    axes = geometry_of(weight, (8, 8), padding=1).axes
+    kernel = Kernel(weight, axes)
+    w = weight.numpy().astype(np.longdouble).reshape(channels, 4, 9)
+    exact = np.einsum("oit,oju->tuij", w, w).reshape(81, 16)  # K(t, u) = W_tᵀW_u
+    change = (kernel.products("in")[0].numpy() - exact).reshape(9, 9, 4, 4)
+    for cover in torus_covers(axes):
+        delta, error = kernel.rounding(cover)
+        assert (
+            0 < np.linalg.norm(change.astype(float)) <= float(error) < 1e-9 * float(kernel.square) and 0 < delta < 1e-9
+        )
 
 
 @pytest.mark.parametrize("shape, size, kw", [((200, 1, 1, 1), (1, 1), {}), ((1, 1, 3, 3), (8, 8), dict(padding=1))])
