@@ -25,7 +25,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -77,6 +77,7 @@ def half_covers(axes: tuple[Axis, Axis]) -> list[Cover]:
     return [Cover(axes, (None, t)) for t in axes[1].tori()] + [Cover(axes, (t, None)) for t in axes[0].tori()]
 
 
+@lru_cache(maxsize=64)  # every proof of a layer asks for the same one
 def _table(cover: Cover, side: str) -> Tensor:
     """A for both axes, (F, 1 or 2, A², T²) real: one of every pair of frequencies ±ω, real and imaginary part."""
     (y, fy), (x, fx) = (a.table(side, t) for a, t in zip(cover.axes, cover.tori, strict=True))
@@ -99,10 +100,7 @@ class Kernel:
         self.square = w.square().sum()  # ‖W‖_F², on the device
         self._products: dict[str, Tensor] = {}
 
-    @cached_property
-    def norm(self) -> float:
-        """‖W‖_F."""
-        return float(self.square.sqrt())
+    norm = property(lambda self: float(self.square.sqrt()))  # ‖W‖_F
 
     def orders(self, cover: Cover) -> dict[str, int]:
         """Order of the Gram matrices of a cover on each side; the smaller side is used."""

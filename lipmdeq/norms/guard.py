@@ -1,7 +1,7 @@
 """The proof of the constraint ‖W‖₂ ≤ c in training (Conv*, Lemma ``lem:conv``); between two proofs ``Conv.estimate`` holds it.
 
 A proof first *decides*: does a batched Cholesky factorisation of c²I − G succeed over a cover (:mod:`lipmdeq.norms`)? Only if
-it does not, the *value* is computed, the largest eigenvalue over the best cover, and the weight is divided by what is too much.
+it does over none, the *value* is computed, the largest eigenvalue over the best cover, and the weight is divided accordingly.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def project(weight: Tensor, size: Pair, c: float, **geometry) -> float:
 class NormGuard:
     """Keeps ‖T_W‖ ≤ c for one convolution, described as in :func:`conv_norm`: proved after every :meth:`enforce`.
 
-    It remembers nothing but the cover that was best when a value was needed last, which is tried first: what is proved is
-    proved for the weight at hand.
+    It remembers only the cover that served last, and tries it first: what is proved is proved for the weight at hand.
     """
 
     def __init__(self, size: Pair, **geometry):
@@ -74,9 +73,11 @@ class NormGuard:
         with a matrix W_t, in which an input occurs once for each copy of the map; so an error E of the weight changes T by at
         most √copies·Σ‖E_t‖ ≤ √(copies·taps)·‖E‖_F.
         """
-        if self.proves(weight, c):
-            return 1.0
-        kernel, covers = self._covered(weight, c)
+        (kernel, covers), self.found = self._covered(weight, c), c
+        for cover in covers:
+            if proves(kernel, cover, c):
+                self._cover = cover
+                return 1.0
         if not kernel.norm < 1e150:  # else squares overflow
             check_finite(weight)
             raise ValueError(f"weight of Frobenius norm {kernel.norm}: too large to be bounded")

@@ -305,7 +305,7 @@ def test_proof_of_all_layers_waits_once(tmp_path):
             held[0].weight.mul_(100 * held[0].c)
         with Watch() as again:
             assert run.model.constrain() > 1
-        assert len(held) > 5 and 1 < again.total <= 30, again.places
+        assert len(held) > 5 and 1 < again.total <= 40, again.places
 
 
 ITEMS = [
