@@ -2,7 +2,7 @@
 
 import sys
 
-from lipmdeq.experiments.shell import guarded
+from lipmdeq.experiments.shell import end, guarded
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -14,4 +14,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    sys.exit(guarded(f"lipmdeq {command}".strip(), main))
+    end(guarded(f"lipmdeq {command}".strip(), main))

@@ -76,6 +76,15 @@ def guarded(command: str, main: Callable[[], int | None]) -> int:
     return code
 
 
+def end(code: int) -> None:
+    """End the process with this code. After Ctrl-C at once: where it fell into code that Python had as text (``exec`` of a
+    dataclass, while a module was imported), Python would end by the signal, although the interrupt was caught.
+    """
+    if code == INTERRUPTED:
+        os._exit(code)
+    sys.exit(code)
+
+
 def _leave(quietly: bool) -> None:
     """What can still go wrong on the way out: a second Ctrl-C, and text that waits for a stream that takes no more."""
     if quietly:

@@ -139,6 +139,28 @@ def test_interrupted_early(wait, tmp_path):
     assert process.returncode == shell.INTERRUPTED
 
 
+def test_interrupt_in_code_that_was_text(tmp_path):
+    """With ``python -m`` an interrupt inside ``exec`` of text, as a dataclass runs it, is remembered: without ``end`` the process
+    would end by the signal although it was caught.
+    """
+    program = """
+import sys
+from lipmdeq.experiments import shell
+
+def main():
+    exec("import os, signal\\nos.kill(os.getpid(), signal.SIGINT)\\nfor _ in range(10**6): pass")
+
+{}(shell.guarded("it", main))
+"""
+    codes = []
+    for name, way in ("ends", "shell.end"), ("exits", "sys.exit"):
+        (tmp_path / f"{name}.py").write_text(program.format(way))
+        done = subprocess.run([sys.executable, "-m", name], capture_output=True, text=True, cwd=tmp_path)
+        assert done.stderr == "it: interrupted\n"
+        codes.append(done.returncode)
+    assert codes[0] == shell.INTERRUPTED and codes[1] in (shell.INTERRUPTED, -signal.SIGINT)
+
+
 def wait_for_main(process: subprocess.Popen, more: float) -> None:
     """Until numpy is loaded: Python itself is up, and the command has begun."""
     maps = Path(f"/proc/{process.pid}/maps")

@@ -32,8 +32,8 @@ def papermill(folder: Path, name: str, words: list[str]) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory):
-    """All calls, two at a time."""
-    folder, waiting, done = tmp_path_factory.mktemp("papermill"), dict(CALLS), {}
+    """All calls, two at a time; once more where the kernel did not even start (another one may have taken its port)."""
+    folder, waiting, done, again = tmp_path_factory.mktemp("papermill"), dict(CALLS), {}, set()
     running: dict[str, subprocess.Popen] = {}
     while waiting or running:
         while waiting and len(running) < 2:
@@ -42,6 +42,10 @@ def calls(tmp_path_factory):
         name = next(iter(running))
         process = running.pop(name)
         said, _ = process.communicate(timeout=300)
+        if "Kernel didn't respond" in said and name not in again:
+            again.add(name)
+            waiting[name] = CALLS[name]
+            continue
         done[name] = (process.returncode, said)
     return folder, done
 
