@@ -80,14 +80,11 @@ class Depth:
             lines.append("{:>12} {:>9.2%} {:>12.2%} {:>20.2e}".format(*row))
         lines.append(f"{'z*':>12} {self.accuracy_star:>9.2%} {1:>12.2%} {0:>20.2e}")
         proved = f"{self.proved:.4g}" if math.isfinite(self.proved) else "none"
+        part = f"; part of z* that differs between them: {self.variation or 0:.2g} of its length"
+        varies = "" if self.variation is None else part
         lines += [
             "",
-            f"hidden ReLUs that switch between images: {self.switching:.1%}"
-            + (
-                ""
-                if self.variation is None
-                else f"; part of z* that differs between them: {self.variation:.2g} of its length"
-            ),
+            f"hidden ReLUs that switch between images: {self.switching:.1%}{varies}",
             f"‖J‖₂ at z*: median {self.norm_median:.3g}, worst {self.norm_worst:.3g} (lower bounds, {self.probed} images)",
             f"spectral radius at z*: median {self.radius_median:.3g}, worst {self.radius_worst:.3g} (estimates)",
             f"proved L (test mode): {proved}; tightness {self.tightness:.2f}",

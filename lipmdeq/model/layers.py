@@ -84,7 +84,7 @@ class Conv(Layer):
         return math.inf if self.c is None else bounds.lip_conv(self.c)
 
     def forget(self) -> None:
-        """Drop what the constraint remembers of earlier weights and map sizes; the next call starts afresh."""
+        """Drop what the constraint remembers of earlier weights; the next call starts afresh."""
         self._guard = NormGuard(self.size, stride=self.stride, padding=self.padding)  # who proves ‖W‖ ≤ c
         self._seen, self._due = None, False
 
@@ -97,6 +97,8 @@ class Conv(Layer):
 
     def hold(self, prove: bool) -> None:
         """Scale the weight if its estimated norm exceeds (1 − MARGIN)·c; before a proof only what is held so already."""
+        if self._guard.size != self.size:  # the norm is meant on other maps now
+            self.forget()
         if not prove or self._seen is not None:  # a layer that is held by estimates shows the proof what they do,
             self._due = self._due and not prove  # and the weaker ones at that
             norm = self.estimate().nan_to_num(0.0, 0.0)  # squares overflow: left to the next proof

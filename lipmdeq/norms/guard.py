@@ -47,14 +47,13 @@ class NormGuard:
     """
 
     def __init__(self, size: Pair, **geometry):
-        self._size, self._geometry = size, geometry
-        self._cover: Cover | None = None
+        self.size, self._geometry, self._cover = size, geometry, None
         self.found = math.inf  # proved by the last enforce before it scaled anything: c, or the bound that was above it
 
     def _covered(self, weight: Tensor, c: float) -> tuple[Kernel, list[Cover]]:
         """The kernel, and its covers in the order in which they are tried."""
         check_range("c", c)
-        where = geometry_of(weight, self._size, **self._geometry)
+        where = geometry_of(weight, self.size, **self._geometry)
         kernel = Kernel(weight, where.axes, where.groups)
         return kernel, sorted(fast_covers(kernel, where.axes), key=lambda cover: cover != self._cover)
 

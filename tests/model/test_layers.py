@@ -318,3 +318,15 @@ def test_forgetting_makes_the_estimate_a_function_of_the_weights():
 def test_a_module_that_stands_twice_counts_twice():
     conv = Conv(2, 2, 1, c=2.0)
     assert Chain(conv, conv).lipschitz() == 4.0
+
+
+def test_constraint_follows_a_change_of_the_map():
+    """On larger maps the same kernel has a larger norm: what was proved for the old size is not taken over."""
+    conv = Conv(1, 1, 3, c=2.0, size=(2, 2))
+    with torch.no_grad():
+        conv.weight.fill_(0.4)
+    assert conv.constrain() <= 1 and float(conv.weight.detach().max()) == pytest.approx(0.4)
+    conv.size = (16, 16)
+    for prove in False, True:
+        conv.constrain(prove)
+    assert conv_norm(conv.weight, (16, 16), padding=1).value <= 2.0
