@@ -1,7 +1,7 @@
-"""What an explicit network of the same size reaches with the recipe of protocol cpu32: a plain ResNet, no equilibrium.
+"""What an explicit network of the same size reaches with the recipe of protocol cpu: a plain ResNet, no equilibrium.
 
-    python -m benchmarks.resnet --config configs/cpu32/recipe/potential-lr0.002.yaml   # choose its rate on validation images
-    python -m benchmarks.resnet --config configs/cpu32/beyond/potential-t0.9.yaml      # then test it, like a row of a table
+    python -m benchmarks.resnet --config configs/cpu/recipe/potential-lr0.002.yaml   # choose its rate on validation images
+    python -m benchmarks.resnet --config configs/cpu/beyond/potential-t0.9.yaml      # then test it, like a row of a table
 
 Images, their order and augmentation, batches, epochs, warm-up, schedule and optimizer are those of the configuration; only the
 model and, chosen in the same way, the peak rate are its own. The stem is that of the certified family. Writes

@@ -1,7 +1,7 @@
 """Times of a training step at the trained weights of a protocol's rows, interleaved in one process, medians of rounds.
 
-    python -m benchmarks.trained                     # protocol cpu: rows whose weights are in runs/ or results/
-    python -m benchmarks.trained --protocol cpu32    # the same of another protocol
+    python -m benchmarks.trained                     # the rows of protocol cpu that have a record
+    python -m benchmarks.trained --protocol paper    # the same of another protocol
 
 Every row takes the same batches with its own method, solver and caps, in training mode with dropout; the optimizer's rate is 0,
 so that the weights stay. Each is compared with MDEQ, step by step. What is measured replaces what the file in results/bench

@@ -295,8 +295,8 @@ def test_a_moved_folder_is_noticed(tmp_path):
 
 def test_results_in_the_readme_are_those_of_the_records():
     """The README's table, ours and the paper's, made from the records of eight epochs; paste what this prints."""
-    ours = read_rows("beyond", "cpu32", ROOT, {"potential-t0.9": {"name": "certified family, τ = 0.9"}})
-    table = tables.load("table1", "cpu32", ROOT)
+    ours = read_rows("beyond", "cpu", ROOT, {"potential-t0.9": {"name": "certified family, τ = 0.9"}})
+    table = tables.load("table1", root=ROOT)
     rows, expected = [*ours, *(table[name] for name in ("lip-a1.0", "lip-a0.4", "lip-a0.1", "mdeq"))], []
     for row in rows:
         both = [f"nfe_train_{way}" for way in ("forward", "backward")]
@@ -318,19 +318,19 @@ def test_opponents_in_the_readme_are_those_of_the_records():
     """Explicit networks after eight epochs; MDEQ with the same input after four."""
     text = " ".join((ROOT / "README.md").read_text("utf8").split())
     names = "beyond/potential-k1", "beyond/potential-k3", "short/mdeq-all", "short/potential"
-    records = (read_record(ROOT / "results" / "cpu32" / name / "seed0.json") for name in names)
+    records = (read_record(ROOT / "results" / "cpu" / name / "seed0.json") for name in names)
     one, three, free, ours = (f"{100 * record['result']['accuracy']:.1f} %" for record in records)
     assert f"trained by backpropagation, reach {one} and {three}." in text
     assert f"has {free} after four epochs, where the certified family has {ours}" in text
 
 
 def test_rates_in_the_recipe_are_those_of_the_records():
-    """configs/cpu32/README.md: validation accuracies of the recipe runs, the chosen one bold and used by the family's rows."""
-    text = (ROOT / "configs" / "cpu32" / "README.md").read_text("utf8")
+    """configs/cpu/README.md: validation accuracies of the recipe runs, the chosen one bold and used by the family's rows."""
+    text = (ROOT / "configs" / "cpu" / "README.md").read_text("utf8")
     homes = {"mdeq": "table1/mdeq", "lip-a0.4": "table1/lip-a0.4", "potential": "beyond/potential-t0.9"}
     for row, config in homes.items():
         found = {}
-        for path in sorted((ROOT / "results" / "cpu32" / "recipe").glob(f"{row}-lr*/seed0.json")):
+        for path in sorted((ROOT / "results" / "cpu" / "recipe").glob(f"{row}-lr*/seed0.json")):
             record = read_record(path)
             assert record["result"]["split"] == "val" and path.parent.name == f"{row}-lr{record['parameters']['lr']:g}"
             found[record["parameters"]["lr"]] = 100 * record["result"]["accuracy"]
@@ -347,4 +347,4 @@ def test_rates_in_the_recipe_are_those_of_the_records():
             for rate in (0.001, 0.002, 0.004, 0.008, 0.016)
         ]
         assert f"| {' | '.join(shown)} |" in text, (row, shown)
-        assert yaml.safe_load((ROOT / "configs" / "cpu32" / f"{config}.yaml").read_text("utf8"))["lr"] == best
+        assert yaml.safe_load((ROOT / "configs" / "cpu" / f"{config}.yaml").read_text("utf8"))["lr"] == best

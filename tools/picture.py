@@ -20,7 +20,7 @@ from lipmdeq.plotting import COLOURS, LINES, ours, paper, save, shade_contractio
 
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
-DEPTH = {  # records of protocol cpu32, eight epochs of all of CIFAR-10
+DEPTH = {  # records of protocol cpu, eight epochs of all of CIFAR-10
     "beyond/potential-t0.9": "certified family, proved L = 0.9",
     "table1/mdeq": "MDEQ, no guarantee",
     "table1/lip-a0.4": "the paper's block, a = 0.4",
@@ -57,7 +57,7 @@ def depth(path: Path) -> None:
     use_style()
     fig, ax = plt.subplots(figsize=(7.2, 3.6))
     for (row, label), colour, line in zip(DEPTH.items(), COLOURS.values(), LINES, strict=False):
-        found = read_record(ROOT / "results" / "cpu32" / row / "seed0.json")["depth"]
+        found = read_record(ROOT / "results" / "cpu" / row / "seed0.json")["depth"]
         accuracy = [100 * a for a in (*found["accuracy"], found["accuracy_star"])]
         where = range(len(accuracy))
         ax.plot(where, accuracy, color=colour, linestyle=line, marker="o", label=label)

@@ -16,8 +16,7 @@ import nbformat
 from portable import ROOT, Book, blocks
 
 COPIED = ["lipmdeq", "pyproject.toml", "constraints.txt", "LICENSE", "LICENSE-TEXT", "configs/paper"]
-COPIED += ["configs/cpu", "configs/cpu32", "results/digits", "results/cpu", "results/cpu32"]
-COPIED += ["results/bench", "results/paper.yaml"]
+COPIED += ["configs/cpu", "results/digits", "results/cpu", "results/bench", "results/paper.yaml"]
 ANSWER = "**Your answer.** *Write here.*"
 README = """# {title}: student edition
 

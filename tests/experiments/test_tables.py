@@ -75,7 +75,7 @@ def test_cells_of_the_paper():
 
 def test_rows_are_those_of_the_configurations():
     for table in TABLES:
-        for protocol in ("cpu32", "paper"):
+        for protocol in ("cpu", "paper"):
             found = {p.stem for p in (ROOT / "configs" / protocol / table).glob("*.yaml")}
             assert found == set(PAPER[table]["rows"])
 
