@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipmdeq import bounds
-from lipmdeq.norms.guard import NormGuard
+from lipmdeq.norms.guard import NormGuard, factors
 
 MARGIN = 0.04  # what estimated norms stay below c: a warm power step lags behind weights that move
 COLD_STEPS = 20  # power steps from random vectors
@@ -145,8 +145,8 @@ def constrain(modules: Iterable[nn.Module], prove: bool = True) -> float:
 
     Without ``prove`` a weight whose *estimated* norm exceeds (1 − MARGIN)·c is scaled to that, and 0 is returned: the estimate is
     always too small, but rarely by more than the margin. It costs what two images cost, and a GPU is not waited for. With
-    ``prove`` norms are also proved to be at most c; a GPU is waited for once, and again for each layer in doubt. Returns the
-    largest bound that was found before, over c (at most 1: nothing was changed).
+    ``prove`` norms are also proved to be at most c; a GPU is waited for once, at most three times where layers are in doubt.
+    Returns the largest bound that was found before, over c (at most 1: nothing was changed).
     """
     held = []
     for m in modules:
@@ -157,9 +157,9 @@ def constrain(modules: Iterable[nn.Module], prove: bool = True) -> float:
             m.hold(prove)
     if not prove or not held:
         return 0.0
-    proved = torch.stack([layer._guard.proves(layer.kernel(), layer.c) for layer in held]).cpu().tolist()
-    for layer in (layer for layer, sure in zip(held, proved, strict=True) if not sure):
-        layer.scale(layer._guard.enforce(layer.kernel().clone(), layer.c))
+    for layer, factor in zip(held, factors((m._guard, m.kernel(), m.c) for m in held), strict=True):
+        if factor < 1.0:
+            layer.scale(factor)
     return max(layer._guard.found / layer.c for layer in held)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lipmdeq.bounds import check_choice, check_whole
 from lipmdeq.norms.banded import BandedGram
-from lipmdeq.norms.covers import Cover, Kernel, climb, kept_taps, largest, least, torus_covers
+from lipmdeq.norms.covers import Cover, Kernel, climb, kept_taps, least, torus_covers, upper
 from lipmdeq.norms.geometry import Geometry, Pair, check_finite, geometry_of
 
 METHODS = ("auto", "torus", "cholesky", "dense")
@@ -91,9 +91,9 @@ def _sound(weight: Tensor, where: Geometry, method: str) -> tuple[float, str, st
     if method == "dense" and not (order <= 16384 and light):
         raise ValueError("method = 'dense': the operator is too large; must be auto, torus or cholesky")
     if method == "dense" or (method == "auto" and order <= 256 and light):
-        return largest(kernel, full), "exact", "dense"
+        return float(upper(kernel, full)), "exact", "dense"
     if method in ("auto", "torus") and all(a.exact or (a.disjoint and a.interior) for a in axes):
-        return largest(kernel, torus_covers(axes)[0]), "exact", "torus"
+        return float(upper(kernel, torus_covers(axes)[0])), "exact", "torus"
     if method == "torus":
         return least(kernel, torus_covers(axes))[0], "upper", "torus"
     guess = _search(weight, where, steps=100, seed=0)

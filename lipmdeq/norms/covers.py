@@ -173,28 +173,20 @@ def proves(kernel: Kernel, cover: Cover, c: float) -> Tensor:
     return torch.stack([kernel.square < 1e300, *(below(g, level) for g in kernel.grams(cover))]).all()
 
 
-def largest(kernel: Kernel, cover: Cover, stop: float = math.inf) -> float:
-    """Upper bound on ‖T‖: the largest norm in the cover by eigvalsh (inf as soon as it reaches ``stop``, or there is none)."""
-    (delta, error), bound = map(float, kernel.rounding(cover)), 0.0
-    for g in kernel.grams(cover):
-        try:
-            top = float(torch.linalg.eigvalsh(g)[:, -1].max())
-        except torch.linalg.LinAlgError:
-            return math.inf
-        bound = max(bound, cover.scale * math.sqrt(max(0.0, top) * (1 + delta) + error))
-        if not (math.isfinite(top) and bound < stop):
-            return math.inf
-    return bound
+def upper(kernel: Kernel, cover: Cover) -> Tensor:
+    """Upper bound on ‖T‖: the largest norm in the cover by eigvalsh (inf if there is none); it stays on the device."""
+    delta, error = kernel.rounding(cover)
+    try:
+        top = torch.stack([torch.linalg.eigvalsh(g)[:, -1].max() for g in kernel.grams(cover)]).max()
+    except torch.linalg.LinAlgError:
+        return torch.full_like(kernel.square, math.inf)
+    return (cover.scale * (top.clamp_min(0) * (1 + delta) + error).sqrt()).nan_to_num(math.inf, math.inf)
 
 
 def least(kernel: Kernel, covers: list[Cover]) -> tuple[float, Cover]:
     """Smallest bound among the covers, and the cover that gives it."""
-    best, choice = math.inf, covers[0]
-    for cover in covers:
-        bound = largest(kernel, cover, best)
-        if bound < best:
-            best, choice = bound, cover
-    return best, choice
+    bounds = [float(upper(kernel, cover)) for cover in covers]
+    return min(bounds), covers[bounds.index(min(bounds))]
 
 
 def climb(

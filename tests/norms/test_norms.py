@@ -18,7 +18,7 @@ from lipmdeq.bounds import lip_conv_reshaped
 from lipmdeq.norms import Norm, NormGuard, conv_norm, fits, lower_norm, project, reshaped_norm
 from lipmdeq.norms import guard as guards
 from lipmdeq.norms.banded import BandedGram
-from lipmdeq.norms.covers import Cover, Kernel, climb, half_covers, largest, torus_covers
+from lipmdeq.norms.covers import Cover, Kernel, climb, half_covers, torus_covers, upper
 from lipmdeq.norms.geometry import geometry_of
 
 
@@ -111,7 +111,7 @@ def test_slower_methods_on_any_convolution(case):
     kernel = Kernel(weight, axes, kw["groups"])
     # Every single torus is a bound, not only the best one, also with one exact axis, however it is found.
     for cover in [*torus_covers(axes), *half_covers(axes)]:
-        assert true * (1 - 1e-12) <= largest(kernel, cover) <= climb(kernel, cover, true / 1.3) * (1 + 1e-9) < math.inf
+        assert true * (1 - 1e-12) <= upper(kernel, cover) <= climb(kernel, cover, true / 1.3) * (1 + 1e-9) < math.inf
         assert climb(kernel, cover, true / 2, stop=true) == math.inf
     # The banded matrix is the Gram matrix.
     gram = BandedGram(kernel, axes)
@@ -141,7 +141,7 @@ def test_twisted_torus_is_exact_for_the_box(h):
     norm = conv_norm(weight, (1, h), padding=(0, 1), method="torus")
     assert norm.value == pytest.approx(exact, rel=1e-9)
     axes = geometry_of(weight, (1, h), padding=(0, 1)).axes
-    plain = largest(Kernel(weight, axes), Cover(axes, (axes[0].tori()[0], (h + 1, 0))))
+    plain = upper(Kernel(weight, axes), Cover(axes, (axes[0].tori()[0], (h + 1, 0))))
     assert plain == pytest.approx(3.0)
 
 
@@ -340,7 +340,7 @@ def test_guard_tries_the_best_cover_first():
     """A kernel for which the first torus is not the best: the guard remembers which one was, for this kernel size only."""
     weight = torch.ones(5, 8, 3, 3).double()
     axes = geometry_of(weight, (8, 8), padding=1).axes
-    bounds = [largest(Kernel(weight, axes), cover) for cover in torus_covers(axes)]
+    bounds = [upper(Kernel(weight, axes), cover) for cover in torus_covers(axes)]
     guard = NormGuard((8, 8), padding=1)
     guard.enforce(weight, 2.0)
     assert guard.found == min(bounds) and guard._cover == torus_covers(axes)[bounds.index(min(bounds))]
@@ -350,7 +350,7 @@ def test_guard_tries_the_best_cover_first():
     assert true_norm(other, (8, 8), padding=1) <= 2.0
 
 
-def test_largest_is_above_the_norm_in_its_last_digits():
+def test_upper_is_above_the_norm_in_its_last_digits():
     """The box on h pixels has norm 1 + 2cos(π/(h + 1)), and a twisted torus gives just that: rounding must not fall below."""
     root = {n: Decimal(n).sqrt() for n in (2, 3, 5)}
     norms = {2: Decimal(2), 3: 1 + root[2], 4: (3 + root[5]) / 2, 5: 1 + root[3]}
@@ -358,7 +358,7 @@ def test_largest_is_above_the_norm_in_its_last_digits():
         axes = geometry_of(torch.ones(1, 1, 1, 3), (1, h), padding=(0, 1)).axes
         for scale in torch.rand(20, generator=seeded(20), dtype=torch.double).tolist():
             kernel = Kernel(torch.full((1, 1, 1, 3), scale, dtype=torch.double), axes)
-            bound = min(largest(kernel, cover) for cover in [*torus_covers(axes), Cover(axes)])
+            bound = min(float(upper(kernel, cover)) for cover in [*torus_covers(axes), Cover(axes)])
             assert bound == pytest.approx(scale * float(norm), rel=1e-9)
             assert Decimal(bound) >= Decimal(scale) * norm, (h, scale)
 
@@ -401,7 +401,7 @@ def test_rows_that_all_but_vanished(seed, exponent):
     axes = geometry_of(weight, 8, padding=1).axes
     true = true_norm(weight, (8, 8), padding=1)
     for cover in torus_covers(axes):
-        assert true * (1 - 1e-12) <= largest(Kernel(weight, axes), cover) <= true * 1.2
+        assert true * (1 - 1e-12) <= upper(Kernel(weight, axes), cover) <= true * 1.2
     assert NormGuard((8, 8), padding=1).enforce(weight, 1.0) <= 1.0
     assert true_norm(weight, (8, 8), padding=1) <= 1.0
 
@@ -424,7 +424,7 @@ def test_without_eigenvalues_there_is_no_bound(monkeypatch):
 
     for broken in (refuse, lambda gram: torch.full(gram.shape[:2], math.nan)):
         monkeypatch.setattr(torch.linalg, "eigvalsh", broken)
-        assert largest(Kernel(weight, axes), torus_covers(axes)[0]) == math.inf
+        assert upper(Kernel(weight, axes), torus_covers(axes)[0]) == math.inf
         with pytest.raises(ValueError, match="to be bounded"):
             NormGuard((8, 8), padding=1).enforce(weight, 1.0)
         assert torch.equal(weight, before)
