@@ -96,7 +96,8 @@ def factors(jobs: Iterable[tuple[NormGuard, Tensor, float]]) -> list[float]:
     A GPU is waited for once if every norm is proved over the cover that is tried first, and three times if not: for the other
     covers of all layers in doubt, and for the values where no cover decides (whose eigenvalues torch itself waits for).
     """
-    claims = doubt = [_Claim(*job) for job in jobs]
+    claims = [_Claim(*job) for job in jobs]
+    doubt = [claim for claim in claims if claim.kernel.taps]  # without taps: all windows lie in the padding, T = 0
     for tried in slice(0, 1), slice(1, None):
         pairs = [(claim, cover) for claim in doubt for cover in claim.covers[tried]]
         sure = _read(proves(claim.kernel, cover, claim.c) for claim, cover in pairs)

@@ -521,6 +521,12 @@ def test_constraint_where_entries_are_subnormal():
     assert true_norm(weight.double(), (8, 8), padding=1) <= 1e-6
 
 
+def test_constraint_where_no_window_reaches_the_map():
+    weight = torch.ones(2, 2, 1, 1)
+    guard = NormGuard(1, padding=2, stride=3)
+    assert guard.enforce(weight, 0.5) == 1.0 and guard.found == 0.5 and (weight == 1).all()
+
+
 def test_taps_that_read_nothing_do_not_set_the_scale():
     weight = torch.ones(8, 9, 13, 13).double()
     weight[:, :, 1:-1, 1:-1] = 1e-60
