@@ -339,7 +339,12 @@ class RunConfig(BaseModel):
             raise ParameterError(f"config = {short(str(path))}: is not YAML ({why})") from None
         if not isinstance(values, dict):
             raise ParameterError(f"config = {str(path)!r}: must be lines of the form name: value")
-        return cls.from_mapping({**values, **changes})
+        try:
+            return cls.from_mapping({**values, **changes})
+        except ParameterError as e:
+            if str(e).partition(" = ")[0] in changes:
+                raise
+            raise ParameterError(f"config = {short(str(path))}: {e}") from None
 
     def changed(self, **changes: object) -> RunConfig:
         """The same with some parameters replaced."""

@@ -153,9 +153,10 @@ def promised(config: RunConfig) -> float:
 
 
 def _seed(path: Path) -> int:
-    if not path.stem[4:].isdecimal():
+    k = path.stem[4:]
+    if not k.isdecimal() or str(int(k)) != k:  # of seed0 and seed00 one would count, and hide the other
         raise RunError(f"{path}: a record is called seed<k>.json, k a whole number")
-    return int(path.stem[4:])
+    return int(k)
 
 
 def read_run(path: Path, config: RunConfig) -> dict:

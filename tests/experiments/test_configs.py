@@ -349,12 +349,16 @@ def test_bad_config_files(tmp_path):
         ('out: "a\\0b"', "out = 'a.x00b': must be text without a NUL"),
         ("? [1, 2]\n: 3", "is not YAML"),
         ("1: 3", "1 = 3: not a parameter"),
+        ("lr: .inf", "lr = inf: must be in"),
         ("null: 3", "None = 3: not a parameter"),
     ):
         path = tmp_path / "bad.yaml"
         path.write_text(text)
-        with pytest.raises(ParameterError, match=message):
+        with pytest.raises(ParameterError, match=f"config = '?[^ ]*bad.yaml'?: .*{message}"):
             RunConfig.from_yaml(path)
+    path.write_text("a: 0.4")
+    with pytest.raises(ParameterError, match="^a = 7: must be in"):
+        RunConfig.from_yaml(path, a=7)  # not the file is wrong
     with pytest.raises(ParameterError, match="cannot be read"):
         RunConfig.from_yaml(tmp_path / "missing.yaml")
 

@@ -213,9 +213,10 @@ def test_bad_records_are_named(root):
         write_json(path, {k: v for k, v in content.items() if k != name})
         with pytest.raises(RunError, match=f"seed0.json is not a record of a finished run .{name} is missing"):
             load("table1", root=root)
-    path.rename(path.with_name("seedling.json"))
-    with pytest.raises(RunError, match="seedling.json: a record is called seed<k>.json"):
-        load("table1", root=root)
+    for name in ("seedling.json", "seed00.json", "seed٣.json"):
+        path = path.rename(path.with_name(name))
+        with pytest.raises(RunError, match=f"{name}: a record is called seed<k>.json"):
+            load("table1", root=root)
 
 
 def test_a_changed_digit_is_one_sentence(root, monkeypatch, capsys):
