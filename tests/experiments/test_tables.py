@@ -156,6 +156,26 @@ def test_no_difference_smaller_than_the_spread(root):
     assert "No difference that stands out from a spread of 4.5" in table.compare("lip-a0.4", "mdeq")
 
 
+def test_a_spread_is_that_of_the_smaller_test_set(root):
+    record(root, "table1/mdeq", 0, 0.44)
+    record(root, "table1/lip-a0.1", 0, 0.48, images=100)
+    assert load("table1", root=root).spread("lip-a0.1", "mdeq") == pytest.approx(14.1, abs=0.1)
+
+
+def test_a_guarantee_needs_every_seed_and_both_modes(root):
+    path = record(root, "table1/lip-a0.4", 0, 0.45)
+    content = json.loads(path.read_text("utf8"))
+    for mode in ("test", "train"):
+        write_json(
+            path, {**content, "certificate": {**content["certificate"], mode: {"frobenius": 2.0, "perron": 1.2}}}
+        )
+        assert not load("table1", root=root)["lip-a0.4"].certified
+    record(root, "table1/lip-a0.4", 1, 0.46, L=0.2)
+    row = load("table1", root=root)["lip-a0.4"]
+    assert row.value("perron_train").mean < 1 < row.value("perron_train").high
+    assert not row.certified and row.ours("perron_train") == "no guarantee"
+
+
 def test_a_verdict_depends_on_its_two_rows_alone(root):
     record(root, "table1/mdeq", 0, 0.44)
     record(root, "table1/lip-a0.1", 0, 0.48)
