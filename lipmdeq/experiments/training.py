@@ -12,6 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,9 +72,8 @@ def train(cfg: RunConfig, log: Log | None = print) -> dict:
     try:
         if not cfg.out and world.size > 1:
             raise ParameterError("out = '': must be a folder when several processes share a run")
-        if cfg.out:
-            return _train_in(Path(cfg.out), cfg, world, log)
-        with TemporaryDirectory(prefix="lipmdeq-") as folder:
+        place = nullcontext(cfg.out) if cfg.out else TemporaryDirectory(prefix="lipmdeq-")
+        with torch.cuda.stream(world.stream), place as folder:
             return _train_in(Path(folder), cfg, world, log)
     except RuntimeError as e:
         if world.lost(e):

@@ -73,6 +73,9 @@ class World:
     size: int = 1
     device: torch.device = torch.device("cpu")
     started: bool = False
+    stream: torch.cuda.Stream | None = (
+        None  # on which a run computes: on the default one nothing can become a CUDA graph
+    )
 
     @classmethod
     def open(cls, cfg: RunConfig) -> World:
@@ -80,7 +83,7 @@ class World:
         wanted = "cuda" if cfg.device == "auto" and torch.cuda.is_available() else cfg.device
         size = _number("WORLD_SIZE", 1, 1, 2**20)
         rank = _number("RANK", None, 0, size - 1) if size > 1 else 0
-        device = torch.device("cpu" if wanted == "auto" else wanted)
+        device, stream = torch.device("cpu" if wanted == "auto" else wanted), None
         if device.type == "cuda":
             count = torch.cuda.device_count() if torch.cuda.is_available() else 0
             if device.index is None:
@@ -88,6 +91,7 @@ class World:
             if device.index >= count:
                 raise ParameterError(f"device = {cfg.device!r}: must be auto or cpu on a machine with {count} GPUs")
             torch.cuda.set_device(device)
+            stream = torch.cuda.Stream(device)
         elif cfg.precision == "tf32":
             raise ParameterError("precision = 'tf32': must be float32 or bfloat16 on a CPU")
         if cfg.compile and device.type == "cpu" and not has_cpp_compiler():
@@ -100,9 +104,9 @@ class World:
         if cfg.threads > most:
             raise ParameterError(f"threads = {cfg.threads}: must be at most {most}, four times the number of cores")
         torch.set_num_threads(cfg.threads)
-        torch.set_float32_matmul_precision("high" if cfg.precision == "tf32" else "highest")
+        torch.set_float32_matmul_precision("highest")  # of solvers and norms; TF32 is for convolutions
         torch.backends.cudnn.allow_tf32 = cfg.precision == "tf32"
-        world = cls(cfg, rank, size, device)
+        world = cls(cfg, rank, size, device, stream=stream)
         if size > 1 and not dist.is_initialized():
             _join("nccl" if device.type == "cuda" else "gloo", rank, size)
             world.started = True

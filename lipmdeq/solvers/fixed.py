@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lipmdeq.bounds import banach
-from lipmdeq.solvers.capture import WORTH_CAPTURING, captured
+from lipmdeq.solvers.capture import WARM_UP, WORTH_CAPTURING, captured
 from lipmdeq.solvers.layout import Layout, norms, select
 from lipmdeq.solvers.solution import Calls, Solution, like
 
@@ -29,7 +29,7 @@ def in_blocks(options, calls: Calls, expect: int | None) -> Solution:
         for left in reversed(range(todo)):
             if fz is not None:
                 before, z = z, _step(options, z, fz)
-                if left >= WORTH_CAPTURING and z[0].is_cuda and calls.f is f:
+                if calls.nfe >= WARM_UP and left >= WORTH_CAPTURING and z[0].is_cuda and calls.f is f:
                     calls.f = captured(f, like(z, calls.model))
             fz = calls(z, last=left == 0)
         *move, r, size = _look(before if auto else None, z, fz)

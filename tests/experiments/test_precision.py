@@ -47,6 +47,25 @@ def test_unit_roundoff_is_that_of_the_types():
     assert tf32(one).tolist() == [1.0, 1.0, 1 + 2 * UNIT_ROUNDOFF["tf32"]]
 
 
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_tf32_is_for_convolutions_only(precision, monkeypatch):
+    """Inner products of the solvers and the bounds on norms, which are products of matrices, stay in single precision; and a
+    run on a GPU has a stream of its own, since nothing on the default one can be captured."""
+    stream = object()
+    for name, answer in dict(is_available=True, device_count=1, set_device=None, Stream=stream).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, answer=answer: answer)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision != "tf32")
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        world = World.open(RunConfig(precision=precision, device="cuda"))
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert torch.backends.cudnn.allow_tf32 == (precision == "tf32") and world.stream is stream
+    assert World.open(RunConfig(device="cpu")).stream is None
+
+
 # ---------------------------------------------------------------- what can be reached, and what it is worth
 
 
