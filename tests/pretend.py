@@ -1,8 +1,10 @@
 """A pretended accelerator: tensors that say they are on "pretend:0", keep their numbers on the CPU, refuse to meet CPU tensors.
 
-What runs on it without an error has every tensor on its own device, and ends bit-equal to the CPU. `Watch` counts what would
-make the host of a real one wait: values that are read (`.item()`, `bool`), copies between host and device that block, results
-whose shape depends on data, decompositions whose success the host checks.
+What runs on it without an error has every tensor on its own device, and ends bit-equal to the CPU; only numbers (0-dim tensors)
+of the CPU may enter, and only where torch lets them: element by element, never as what is written to. `Watch` counts what would
+make the host of a real one wait: values that are read (`.item()`, `bool`, `torch.equal`), copies to the host, also those that
+return before they are done (who reads them has to wait), copies to the device that block, results whose shape depends on data,
+decompositions whose success the host checks.
 
     with Factory():                                  # tensors made with device=DEVICE are pretended
         x = torch.randn(2, 3, device=DEVICE)
@@ -24,7 +26,14 @@ torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]  # gradient che
 DEVICE, CPU = torch.device("pretend", 0), torch.device("cpu")
 _aten = torch.ops.aten
 COPIES = {_aten._to_copy.default, _aten.copy_.default}
-SHAPES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")  # depend on data
+VALUES = ("_local_scalar_dense", "equal", "allclose")
+SCALARS = (
+    "fill_",
+    "masked_fill",
+    "masked_fill_",
+    "index_put_",
+    "_index_put_impl_",
+)  # take a number, beside pointwise ones
 CHECKED = (
     "_linalg_check_errors",
     "_linalg_eigh",
@@ -89,17 +98,19 @@ def _kind(func, args, kwargs, tensors, answer_there: bool) -> str | None:
     name = func.overloadpacket.__name__
     there = [isinstance(t, Pretend) for t in tensors]
     if func in COPIES:
-        blocks = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        returns = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
         target = answer_there if name == "_to_copy" else there[0]
-        if target != there[-1] and blocks:
-            return "to device" if target else "to host"
-        return None
+        if target == there[-1] or (target and returns):
+            return None
+        return "to device" if target else "to host"
     if not any(there):
         return None
-    if name == "_local_scalar_dense":
+    if name in VALUES:
         return "value"
-    masks = name in ("index", "index_put_", "_index_put_impl_") and any(t.dtype == torch.bool for t in tensors[1:])
-    if name in SHAPES or masks:
+    places = name in ("index", "index_put_", "_index_put_impl_")
+    masks = places and any(t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1]) if t is not None)
+    told = places or kwargs.get("output_size") is not None  # the host knows the shape
+    if masks or (torch.Tag.dynamic_output_shape in func.tags and not told):
         return "shape"
     return "check" if name in CHECKED else None
 
@@ -109,7 +120,10 @@ def run(func, args, kwargs):
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     there = any(isinstance(t, Pretend) for t in tensors)
     if there and func not in COPIES:
-        strangers = [tuple(t.shape) for t in tensors if not isinstance(t, Pretend) and t.dim() > 0]
+        numbers = torch.Tag.pointwise in func.tags or func.overloadpacket.__name__ in SCALARS
+        if func._schema.is_mutable and not isinstance(kwargs.get("out", tensors[0]), Pretend):
+            numbers = False
+        strangers = [tuple(t.shape) for t in tensors if not (isinstance(t, Pretend) or (numbers and t.dim() == 0))]
         if strangers:
             raise RuntimeError(f"{func}: tensors on pretend and cpu meet: {strangers}")
     device = kwargs.get("device")

@@ -10,7 +10,7 @@ import torch
 from pretend import DEVICE, Factory, Pretend, Watch
 from torch.utils._pytree import tree_map
 
-from lipmdeq import experiments, model, solvers
+from lipmdeq import data, experiments, model, solvers
 from lipmdeq.certificate import certify
 from lipmdeq.experiments import checkpoints, training
 from lipmdeq.experiments.depth_report import depth
@@ -36,7 +36,14 @@ RUNS = {
 
 @pytest.fixture(autouse=True)
 def alike(monkeypatch):
-    """Certificates of the runs are proved only; a test of its own measures."""
+    """Certificates of the runs are proved only; a test of its own measures. Images are cropped and flipped, as CIFAR-10's are."""
+    opened = training.open_data
+
+    def augmented(cfg, device):
+        found = opened(cfg, device)
+        return dataclasses.replace(found, train=dataclasses.replace(found.train, padding=1))
+
+    monkeypatch.setattr(training, "open_data", augmented)
     monkeypatch.setattr(training, "certify", lambda model, **kw: certify(model, **{**kw, "measure": False}))
     monkeypatch.setattr("lipmdeq.experiments.step.JACOBIAN_RATE", 1.0)
     with warnings.catch_warnings():
@@ -166,7 +173,7 @@ def test_certificate_and_depth_are_equal(fields, tmp_path):
 
 # ---------------------------------------------------------------- would these tests see it?
 
-# What is changed, and a run that uses it: f of both blocks, stem and head, dropout, solvers, constraint, loss, counts.
+# What is changed, and a run that uses it: f of both blocks, stem and head, dropout, solvers, constraint, loss, counts, images.
 PLACES = {
     "fused.normed": dict(a=0.4),
     "fused.residual": dict(a=0.4),
@@ -190,8 +197,14 @@ PLACES = {
     "fixed._step": dict(a=0.4, solver="picard", fixed_steps=3),
     "network.MDEQ.problem": dict(block="potential", method="unrolled", steps=2),
     "step.Batch.forward": dict(a=0.4),
+    "images.normalise": dict(a=0.4),
+    "images.crop_and_flip": dict(a=0.4),
+    "potential.UnitConv.kernel": dict(block="potential"),
+    "steps.dots": dict(a=0.4),
+    "steps.AndersonStep.step": dict(block="potential"),
+    "steps.BroydenStep.step": dict(a=0.4, solver="broyden"),
 }
-ROOMS = {"layout": solvers, "fixed": solvers, "step": experiments}
+ROOMS = {"layout": solvers, "fixed": solvers, "steps": solvers, "step": experiments, "images": data}
 
 
 def place(name: str) -> tuple[object, str]:
@@ -204,12 +217,13 @@ def place(name: str) -> tuple[object, str]:
 
 
 def change(monkeypatch, name: str, sneak) -> None:
-    """Every tensor of floats that comes out of a function goes through ``sneak`` first."""
+    """Every tensor of floats, or of images, that comes out of a function goes through ``sneak`` first."""
     holder, last = place(name)
     original = getattr(holder, last)
 
     def on(t):
-        return sneak(t) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() else t
+        kind = isinstance(t, torch.Tensor) and (t.is_floating_point() or t.dtype == torch.uint8)
+        return sneak(t) if kind and t.dim() else t
 
     def changed(*args, **kwargs):
         return tree_map(on, original(*args, **kwargs))
@@ -240,11 +254,12 @@ def test_cpu_tensor_in_a_proof_is_seen(tmp_path, monkeypatch):
 
 
 def watched_step(run: Run) -> tuple[Watch, int]:
-    """The second step of an epoch, without a proof: what the host waited for, and the evaluations of both solves."""
-    before = []
-    for x, y in run.data.train.batches(run.cfg.batch, train=True, seed=0, drop_last=True):
+    """The second step of an epoch, without a proof: what the host waited for, its images included, and the evaluations of both
+    solves."""
+    before, batches = [], run.data.train.batches(run.cfg.batch, train=True, seed=0, drop_last=True)
+    for _ in range(2):
         with Watch() as seen:
-            run._one_step(x, y, 0.0)
+            run._one_step(*next(batches), 0.0)
         sums = run.sums
         before.append((sums.nfe_forward + sums.nfe_backward) // run.cfg.batch)
     return seen, before[-1] - before[-2]
@@ -259,6 +274,8 @@ WAITING = {
     "jfb": dict(a=0.4, method="jfb"),
     "phantom": dict(a=0.4, method="phantom"),
     "unrolled": dict(block="potential", method="unrolled", steps=2),
+    "jacobian": dict(model="mdeq", jacobian_weight=0.1, max_forward=3, max_backward=3),
+    "all branches": dict(a=0.4, injection="all", label_smoothing=0.1),
 }
 
 
@@ -270,6 +287,16 @@ def test_waits_of_a_step_are_bounded(name, tmp_path):
         run.model.train()
         seen, nfe = watched_step(run)
     assert nfe >= 2 and seen.total == nfe + 1, seen.places
+
+
+def test_waits_of_an_evaluation_are_bounded(tmp_path):
+    """One for each evaluation of f, and one for all losses and labels."""
+    with Factory():
+        run = there(settings(a=0.4), tmp_path)
+        training.evaluate(run.model, run.data.test, 8, run.world)  # numbers of the host come once: means and deviations
+        with Watch() as seen:
+            row = training.evaluate(run.model, run.data.test, 8, run.world)
+    assert seen.total == row.nfe_forward // 8 + 1 > 2, seen.places
 
 
 @pytest.mark.parametrize("steps", [4, "auto"])
@@ -361,6 +388,50 @@ def test_added_item_in_a_proof_is_seen(tmp_path, monkeypatch):
         with Watch() as seen:
             run.model.constrain()
     assert seen.total > 1
+
+
+# ---------------------------------------------------------------- would the pretended device see it?
+
+HIDDEN = {  # ways to wait that are not called `.item()`
+    "equal": lambda x: torch.equal(x, x + 1),
+    "allclose": lambda x: torch.allclose(x, x),
+    "copy that is not waited for": lambda x: x.to("cpu", non_blocking=True),
+    "copy into a tensor of the host": lambda x: torch.empty(3).copy_(x, non_blocking=True),
+    "mask": lambda x: x[x > 0],
+    "mask of bytes": lambda x: x[(x > 0).to(torch.uint8)],
+    "repeat_interleave": lambda x: x.repeat_interleave((x > -9).long()),
+    "one_hot": lambda x: torch.nn.functional.one_hot((x > 0).long()),
+    "where": lambda x: torch.where(x > 0),
+    "slice": lambda x: x[: (x > -9).sum()],
+    "solve": lambda x: torch.linalg.solve(torch.diag(x.exp()), x),
+}
+STRANGE = {  # numbers of the CPU where torch does not take them on a GPU
+    "stack": lambda x: torch.stack([x.sum(), torch.zeros(())]),
+    "written to": lambda x: torch.zeros(()).add_(x.sum()),
+    "out": lambda x: torch.add(x.sum(), 1.0, out=torch.zeros(())),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_hidden_waits_are_counted(name):
+    with warnings.catch_warnings(), Factory():
+        warnings.simplefilter("ignore")
+        x = torch.randn(3, device=DEVICE)
+        with Watch() as seen:
+            HIDDEN[name](x)
+    assert seen.total == 1
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_numbers_of_the_cpu_enter_only_where_torch_takes_them(name):
+    with Factory():
+        x = torch.randn(3, device=DEVICE)
+        x.mul_(torch.tensor(2.0)).clamp_(max=torch.tensor(1.0)).fill_(torch.tensor(1.0))
+        with Watch() as seen:
+            x.repeat_interleave(torch.ones_like(x).long(), output_size=3).to(DEVICE)
+        assert seen.total == 0
+        with pytest.raises(RuntimeError, match="tensors on pretend and cpu meet"):
+            STRANGE[name](x)
 
 
 # ---------------------------------------------------------------- timers
