@@ -73,9 +73,7 @@ class World:
     size: int = 1
     device: torch.device = torch.device("cpu")
     started: bool = False
-    stream: torch.cuda.Stream | None = (
-        None  # on which a run computes: on the default one nothing can become a CUDA graph
-    )
+    stream: torch.cuda.Stream | None = None  # of a run on a GPU: on the default one nothing becomes a CUDA graph
 
     @classmethod
     def open(cls, cfg: RunConfig) -> World:
