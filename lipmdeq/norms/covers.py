@@ -110,8 +110,7 @@ class Kernel:
         return min(self.orders(cover).values())
 
     def side(self, cover: Cover) -> str:
-        orders = self.orders(cover)
-        return min(orders, key=orders.get)
+        return min("in", "out", key=self.orders(cover).get)
 
     def light(self, cover: Cover) -> bool:
         """Is the table A small enough to be made without a thought?"""

@@ -31,21 +31,14 @@ def fast_covers(kernel: Kernel, axes: tuple[Axis, Axis]) -> list[Cover]:
     return halves or torus_covers(axes)
 
 
-def fits(weight: Tensor, size: Pair, c: float, **geometry) -> bool:
-    """True proves that the operator norm on maps of this size is at most c > 0; False means "not proved"."""
-    return project(weight.detach().clone(), size, c, **geometry) == 1.0
-
-
 def project(weight: Tensor, size: Pair, c: float, **geometry) -> float:
     """Scale the weight in place to norm ≤ c if this is not proved already; returns the factor (1.0: untouched)."""
     return NormGuard(size, **geometry).enforce(weight, c)
 
 
 class NormGuard:
-    """Keeps ‖T_W‖ ≤ c for one convolution, described as in :func:`conv_norm`: proved after every :meth:`enforce`.
-
-    It remembers only the cover that served last, and tries it first: what is proved is proved for the weight at hand.
-    """
+    """Keeps ‖T_W‖ ≤ c for one convolution, described as in :func:`conv_norm`: proved after every :meth:`enforce`. It remembers
+    only the cover that served last, and tries it first: what is proved is proved for the weight at hand."""
 
     def __init__(self, size: Pair, **geometry):
         self.size, self._geometry, self._cover = size, geometry, None
@@ -113,5 +106,4 @@ def factors(jobs: Iterable[tuple[NormGuard, Tensor, float]]) -> list[float]:
 
 def _read(answers: Iterable[Tensor]) -> list:
     """Numbers from the device in one copy."""
-    answers = list(answers)
-    return torch.stack(answers).cpu().tolist() if answers else []
+    return torch.stack(found).cpu().tolist() if (found := list(answers)) else []

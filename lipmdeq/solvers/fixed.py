@@ -52,9 +52,8 @@ def in_blocks(options, calls: Calls, expect: int | None) -> Solution:
 
 
 def _step(options, z: list[Tensor], fz: list[Tensor]) -> list[Tensor]:
-    if options.damping == 1:
-        return fz
-    return [torch.lerp(p.to(t.dtype), t, options.damping) for p, t in zip(z, fz, strict=True)]
+    both = zip(z, fz, strict=True)
+    return fz if options.damping == 1 else [torch.lerp(p.to(t.dtype), t, options.damping) for p, t in both]
 
 
 def _look(*points: list[Tensor] | None) -> np.ndarray:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lipmdeq.bounds import lip_conv_reshaped
-from lipmdeq.norms import Norm, NormGuard, conv_norm, fits, lower_norm, project, reshaped_norm
+from lipmdeq.norms import Norm, NormGuard, conv_norm, lower_norm, project, reshaped_norm
 from lipmdeq.norms import guard as guards
 from lipmdeq.norms.banded import BandedGram
 from lipmdeq.norms.covers import Cover, Kernel, climb, half_covers, torus_covers, upper
@@ -24,6 +24,11 @@ from lipmdeq.norms.geometry import geometry_of
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def fits(weight: Tensor, size, c: float, **kw) -> bool:
+    """Is the norm proved to be at most c?"""
+    return project(weight.clone(), size, c, **kw) == 1.0
 
 
 def true_norm(weight: Tensor, size: tuple[int, int], padding_mode: str = "zeros", **kw) -> float:
