@@ -1,6 +1,7 @@
 """Times of a training step at the trained weights of a protocol's rows, interleaved in one process, medians of rounds.
 
     python -m benchmarks.trained                     # the rows of protocol cpu that have a record
+    python -m benchmarks.trained --tables table2     # only those of one table
     python -m benchmarks.trained --protocol paper    # the same of another protocol
 
 Every row takes the same batches with its own method, solver and caps, in training mode with dropout; the optimizer's rate is 0,
@@ -153,6 +154,7 @@ def measure(runs: Path, results: Path, table: str, rounds: int, known: dict | No
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--protocol", default="cpu")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, metavar="table", help=", ".join(TABLES))
     parser.add_argument("--runs", type=Path, help="default: runs/<protocol>")
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
@@ -163,7 +165,7 @@ def main() -> None:
     out = times_file(args.protocol, ROOT)
     result = read_sealed(out, "a benchmark of trained models") if out.is_file() else {}
     about = {"commit": git_commit(), "finished": now()}
-    for table in TABLES:
+    for table in args.tables:
         if not rows(runs, results, table):
             continue
         key = "rows" if table == "table1" else table
@@ -172,7 +174,8 @@ def main() -> None:
         result["scale" if table == "table1" else f"{table}_scale"] = scale
         for name, r in found.items():
             print(f"{name:<16} {r['step_ms']:7.1f} ms  {r['speedup']:5.2f}x  {r['nfe_forward']}/{r['nfe_backward']}")
-    result |= {"rounds": args.rounds, "command": f"python -m benchmarks.trained --protocol {args.protocol}", "seed": 0}
+    command = "python -m benchmarks.trained" + ("" if args.protocol == "cpu" else f" --protocol {args.protocol}")
+    result |= {"rounds": args.rounds, "command": command, "seed": 0}
     result |= {"versions": versions(), "machine": machine(torch.device("cpu")), "git_commit": git_commit()}
     result.pop("sha256", None)
     write_json(out, result)
