@@ -100,7 +100,8 @@ def test_ascii_terminal_in_training_and_in_errors(tmp_path):
     assert done.returncode == 1
     (tmp_path / "c.yaml").write_text("# Zürich, ½\nmodel: mdeq\nablation: 'S½'\n", "utf8")
     done = run(["lipmdeq", "train", "-f", str(tmp_path / "c.yaml")], env=ENV | ASCII)
-    one_sentence(done.stderr, "lipmdeq train: ablation = 'S?': must be one of S1")
+    one_sentence(done.stderr, "lipmdeq train: config = '")
+    assert "c.yaml': ablation = 'S?': must be one of S1" in done.stderr
 
 
 def start(words: list[str], folder: Path) -> subprocess.Popen:
