@@ -2,18 +2,21 @@
 
 Multiply-adds are those of convolutions and products of matrices, counted on tensors that have shapes and no numbers. What a step
 costs follows from how often f is evaluated, which nobody knows before: by default as often as the run allows. A solve whose end
-was not foreseen costs one evaluation more. This is not counted, nor are the constraint, the optimizer and the evaluation.
+was not foreseen costs one evaluation more. This is not counted, nor are the constraint, the norms by which the certified
+block divides its kernels (once in a step, whatever the batch), the optimizer and the evaluation.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lipmdeq.experiments.parameters import ParameterError, RunConfig
+from lipmdeq.experiments.step import JACOBIAN_RATE, JACOBIAN_UNTIL, JACOBIAN_VECTORS
 from lipmdeq.model import MDEQ, ModelConfig, configure
 
 GPUS = {
@@ -69,6 +72,7 @@ def counted(module: nn.Module, *args) -> tuple[int, object]:
     return counter.get_total_flops() // 2, out
 
 
+@lru_cache(8)  # cost is asked for one model with several counts of evaluations
 def parts(shape: ModelConfig) -> tuple[MDEQ, dict[str, int], int]:
     """The model without numbers, multiply-adds of its parts for one image, and the size of a state."""
     with torch.device("meta"):
@@ -81,13 +85,18 @@ def parts(shape: ModelConfig) -> tuple[MDEQ, dict[str, int], int]:
     return model, {"stem": stem, "evaluation": f, "head": head}, sum(t.numel() for t in z)
 
 
-def step_evaluations(cfg: RunConfig, forward: int, backward: int) -> int:
-    """How many evaluations of f a step costs. A product with a Jacobian costs one, a gradient to the weights another one."""
+def step_evaluations(cfg: RunConfig, forward: int, backward: int) -> float:
+    """How many evaluations of f a step costs, in the mean over the run.
+
+    A product with a Jacobian costs one, a gradient to the weights another one. In a step with Jacobian regularisation each random
+    vector costs 3.5: its product with J, and the gradient of that product.
+    """
     if cfg.method == "unrolled":
         return 3 * cfg.steps
     if cfg.method == "phantom":
         return forward + 3 * cfg.phantom_steps
-    return forward + (2 if cfg.method == "jfb" else backward + 1)
+    regularised = JACOBIAN_RATE * JACOBIAN_UNTIL if cfg.jacobian_weight else 0.0
+    return forward + (2 if cfg.method == "jfb" else backward + 1) + regularised * 3.5 * JACOBIAN_VECTORS
 
 
 def cost(cfg: RunConfig, machine: str = "a100", utilisation: float = UTILISATION,
@@ -113,7 +122,7 @@ def cost(cfg: RunConfig, machine: str = "a100", utilisation: float = UTILISATION
     forward = cfg.max_forward if forward is None else forward
     backward = (cfg.max_backward if cfg.method == "implicit" else 0) if backward is None else backward
     both = 3 * (part["stem"] + part["head"])  # forward, gradient to the input, gradient to the weights
-    per_step = cfg.batch * (both + step_evaluations(cfg, forward, backward) * part["evaluation"])
+    per_step = round(cfg.batch * (both + step_evaluations(cfg, forward, backward) * part["evaluation"]))
     weights, steps = sum(p.numel() for p in model.parameters()), images // cfg.batch * cfg.epochs
     graph = 12 * state * cfg.batch * max(1, model.cfg.expansion)  # what one evaluation keeps for its gradient
     memory = 4 * (4 * weights + HISTORY[cfg.solver] * state * cfg.batch + graph)
