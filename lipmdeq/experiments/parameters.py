@@ -331,7 +331,8 @@ class RunConfig(BaseModel):
         import yaml
 
         try:
-            values = yaml.safe_load(Path(path).read_text("utf8"))
+            text = Path(path).read_text("utf8")
+            values, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
         except OSError as e:
             raise ParameterError(f"config = {short(str(path))}: cannot be read ({e.strerror})") from None
         except (yaml.YAMLError, ValueError, RecursionError) as e:
@@ -339,6 +340,9 @@ class RunConfig(BaseModel):
             raise ParameterError(f"config = {short(str(path))}: is not YAML ({why})") from None
         if not isinstance(values, dict):
             raise ParameterError(f"config = {str(path)!r}: must be lines of the form name: value")
+        names = [key.value for key, _ in node.value]  # YAML itself takes the last of two
+        if twice := [str(name) for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ParameterError(f"config = {short(str(path))}: {', '.join(map(short, twice))} must be given once")
         try:
             return cls.from_mapping({**values, **changes})
         except ParameterError as e:

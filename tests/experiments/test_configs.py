@@ -341,6 +341,8 @@ def test_old_records_are_of_the_papers_block():
 def test_bad_config_files(tmp_path):
     for text, message in (
         ("a: [", "is not YAML"),
+        ("a: 0.4\nbatch: 8\na: 0.1\n", "'a' must be given once"),
+        ("{tau: 0.9, a: 0.4, 'a': 0.4, tau: 0.9}", "'tau', 'a' must be given once"),
         ("- 1\n", "must be lines of the form"),
         ("", "must be lines of the form"),
         ("epochs: " + "9" * 5000, "is not YAML"),
