@@ -384,6 +384,24 @@ def test_rounding_covers_how_gram_matrices_are_formed(channels):
         )
 
 
+@pytest.mark.parametrize("shape, kw", [((3, 5, 3, 3), {}), ((4, 2, 5, 5), dict(padding=2)), ((60, 40, 1, 1), {})])
+def test_rounding_is_at_least_that_of_the_theorems(shape, kw):
+    """What a failed proof would need is far below what the theorems allow for, so no attack can show a constant that is too small.
+
+    Cholesky of order n (Higham, Theorem 10.3): (n + 1)u·n/(1 − 2(n + 1)u) of ℓ². Gram matrices: (m + T²)u of Σ|A||W_t|ᵀ|W_u|,
+    whose norm is at most T‖W‖_F², for real and imaginary part; m is the longest inner product of a tap, on either side.
+    """
+    weight, u = torch.randn(shape, generator=seeded(22)).double(), 2.0**-53
+    axes = geometry_of(weight, (6, 6), **kw).axes
+    kernel, (cout, cin, kh, kw_) = Kernel(weight, axes), shape
+    for cover in [*torus_covers(axes), *half_covers(axes), Cover(axes)]:
+        delta, error = kernel.rounding(cover)
+        n, taps = max(cin, cout) * max(cover.blocks(side) for side in ("in", "out")), kh * kw_
+        assert delta >= (n + 1) * u * n / (1 - 2 * (n + 1) * u)
+        assert float(error) >= 2 * (max(cin, cout) + taps**2) * u * taps * float(weight.square().sum())
+        assert delta < 100 * n * n * u + 1e-13 and float(error) < 1e-9 * float(weight.square().sum())
+
+
 @pytest.mark.parametrize("shape, size, kw", [((200, 1, 1, 1), (1, 1), {}), ((1, 1, 3, 3), (8, 8), dict(padding=1))])
 def test_banded_proof_fails_just_below_the_norm(shape, size, kw):
     """Guesses that lie below the norm by less than the rounding margin: what comes back is above it."""
