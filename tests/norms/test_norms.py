@@ -386,7 +386,7 @@ def test_rounding_covers_how_gram_matrices_are_formed(channels):
 
 @pytest.mark.parametrize("shape, kw", [((3, 5, 3, 3), {}), ((4, 2, 5, 5), dict(padding=2)), ((60, 40, 1, 1), {})])
 def test_rounding_is_at_least_that_of_the_theorems(shape, kw):
-    """What a failed proof would need is far below what the theorems allow for, so no attack can show a constant that is too small.
+    """What an attack could show is far below what the theorems allow for, so it cannot tell whether a constant is too small.
 
     Cholesky of order n (Higham, Theorem 10.3): (n + 1)u·n/(1 − 2(n + 1)u) of ℓ². Gram matrices: (m + T²)u of Σ|A||W_t|ᵀ|W_u|,
     whose norm is at most T‖W‖_F², for real and imaginary part; m is the longest inner product of a tap, on either side.
