@@ -28,6 +28,7 @@ from lipmdeq.model.potential import Potential, PotentialMap, UnitConv
 from lipmdeq.norms import Norm, conv_norm
 
 TOLERANCE = 1e-3  # relative residual to which steps are counted, as in the paper's experiments
+TF32 = 2.0**-10  # a number of which eleven binary digits are read changes by less than this part, rounded or cut off
 KNOWN = (
     FixedPointMap, ResidualBlock, Fusion, PostFusion, DownPath, UpPath, Chain, ConvNorm, Conv, GN, MGN, SReLU, Up,
     VariationalDropout, PotentialMap, Potential, UnitConv, nn.ModuleList, nn.ModuleDict,
@@ -69,7 +70,7 @@ def refuse_unknown(f: nn.Module) -> None:
             module.lipschitz()  # refuses a slope or a rate outside its range
 
 
-def mixed_1x1_norm(conv: Conv, norm: MGN, dtype: torch.dtype | None = None) -> Norm:
+def mixed_1x1_norm(conv: Conv, norm: MGN, dtype: torch.dtype | str | None = None) -> Norm:
     """Exact norm of MGN ∘ conv1x1, tighter than max|γ|·‖W‖.
 
     Split the map into spatial frequencies. At those other than zero the mean is zero, so MGN only scales: diag(γ)W. At zero
@@ -82,13 +83,15 @@ def mixed_1x1_norm(conv: Conv, norm: MGN, dtype: torch.dtype | None = None) -> N
     groups = w.view(norm.groups, -1, w.shape[1])
     centred = (groups - groups.mean(1, keepdim=True)).reshape(w.shape)
     both = gamma[:, None] * torch.stack([w, centred])
-    return Norm(float(torch.linalg.matrix_norm(both, 2).max()) * (1 + 1e-12), "exact", "1x1 with norm")
+    change = TF32 * gamma.abs().max() * torch.linalg.matrix_norm(w.abs(), 2) if dtype == "tf32" else 0.0
+    value = float(torch.linalg.matrix_norm(both, 2).max() + change) * (1 + 1e-12)
+    return Norm(value, "upper" if dtype == "tf32" else "exact", "1x1 with norm")
 
 
-def rounded(kernel: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The kernel as autocast to ``dtype`` hands it to a convolution, in the kernel's own type; None: as it is."""
+def rounded(kernel: Tensor, dtype: torch.dtype | str | None) -> Tensor:
+    """The kernel as autocast to ``dtype`` hands it to a convolution, in the kernel's own type; None or "tf32": as it is."""
     kernel = kernel.detach()
-    return kernel if dtype is None else kernel.to(dtype).to(kernel.dtype)
+    return kernel.to(dtype).to(kernel.dtype) if isinstance(dtype, torch.dtype) else kernel
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,13 @@ class Prover:
 
     f: nn.Module
     sizes: dict[nn.Module, tuple[int, int]]
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | str | None = None
 
     def conv(self, m: nn.Module, kernel: Tensor) -> Norm:
-        """Norm of the convolution ``m`` with another kernel."""
-        return conv_norm(kernel, self.sizes[m], stride=m.stride, padding=m.padding)
+        """Norm of the convolution ``m`` with another kernel. TF32 changes it by |E| ≤ 2⁻¹⁰|W|, so ‖E‖ ≤ ‖2⁻¹⁰|W|‖ is added."""
+        kernels = (kernel, TF32 * kernel.abs()) if self.dtype == "tf32" else (kernel,)
+        norm, *more = (conv_norm(k, self.sizes[m], stride=m.stride, padding=m.padding) for k in kernels)
+        return Norm(norm.value + more[0].value, "upper", norm.method) if more else norm
 
     def unit_conv(self, m: UnitConv) -> Norm:
         """The last kernel of a path is multiplied by M_ij, and by 2^(i−j) of the up-sampling, before it is rounded."""
@@ -123,8 +128,9 @@ class Prover:
         value = max(1.0, 2 * norm.value**2 - 1)
         if self.dtype is not None:
             backs = (2 * k / root**2 for k in (1.0, 1 - m.drop.p))
-            apart = [self.conv(m, rounded(b * m.weight, self.dtype) / (b * root) - a).value for b in backs]
-            value += 2 * norm.value * max(apart)
+            apart = [rounded(b * m.weight, self.dtype) / (b * root) - a for b in backs]
+            apart = [2 * TF32 * a.abs()] if self.dtype == "tf32" else apart
+            value += 2 * norm.value * max(self.conv(m, e).value for e in apart)
         return Norm(value, norm.kind, f"‖A‖ ≤ {norm.value:.4f}: {norm.method}")
 
     def __call__(self, m: nn.Module) -> tuple[Norm, float | None] | None:
@@ -172,9 +178,9 @@ def readings(matrix: np.ndarray, tol: float) -> dict:
     """What follows from a comparison matrix: three constants, weights, guaranteed steps."""
     rho, d = bounds.perron(matrix)
     constants = {"frobenius": bounds.frobenius(matrix), "spectral": bounds.spectral(matrix), "perron": rho}
-    follows = {"certified": bool(rho < 1), "D": [float(v) for v in d], "cond_D": float(max(d) / min(d))}
-    steps = {"steps": bounds.steps(rho, tol), "matrix": np.asarray(matrix).tolist()}
-    return {**{name: float(value) for name, value in constants.items()}, **follows, **steps}
+    weights = {"D": [float(v) for v in d], "cond_D": float(max(d) / min(d))}
+    rest = {"steps": bounds.steps(rho, tol), "matrix": np.asarray(matrix).tolist()}
+    return {k: float(v) for k, v in constants.items()} | {"certified": bool(rho < 1)} | weights | rest
 
 
 @dataclass(frozen=True)
@@ -221,8 +227,8 @@ class Certificate:
         for mode, r in (("test", self.test), ("train", self.train)):
             for key in ("frobenius", "spectral", "perron"):
                 rows.append((f"L, {mode} mode, {key}", f"{r[key]:.4g}", "proved upper bound"))
-            steps = "none" if r["steps"] is None else str(r["steps"])
-            rows.append((f"steps {to}, {mode} mode", steps, "proved (from z = 0, weighted norm)"))
+            steps = "none" if r["steps"] is None else r["steps"]
+            rows.append((f"steps {to}, {mode} mode", f"{steps}", "proved (from z = 0, weighted norm)"))
         if self.measured_norm is not None:
             rows += [
                 (f"‖J‖₂ measured ({self.measured_on})", f"{self.measured_norm:.4g}", "lower bound"),
@@ -252,8 +258,8 @@ class Certificate:
             body = "".join(f"<tr>{''.join(f'<td>{html.escape(v)}</td>' for v in row)}</tr>" for row in rows)
             return f"<table><tr>{''.join(f'<th>{word}</th>' for word in head.split())}</tr>{body}</table>"
 
-        verdict = "proved to be a contraction" if self.certified else "not proved to be a contraction"
-        head = f"<p><b>f is {verdict}</b> (test mode, images {self.image_size}x{self.image_size})</p>"
+        verdict = f"f is {'' if self.certified else 'not '}proved to be a contraction"
+        head = f"<p><b>{verdict}</b> (test mode, images {self.image_size}x{self.image_size})</p>"
         layers = table("layer norm limit kind method", self.layer_rows())
         summary = table("quantity value kind", self.summary_rows())
         return f"{head}{summary}<details><summary>layers</summary>{layers}</details>"
@@ -264,7 +270,7 @@ def certify(
     image_size: int | None = None,
     *,
     x: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     measure: bool | Measurement = True,
     progress: bool = True,
 ) -> Certificate:
@@ -273,20 +279,20 @@ def certify(
     Args:
         model: an :class:`lipmdeq.model.MDEQ`. image_size: side of the images (default: that of the configuration); the norms
         are those of the maps it gives. x: images (B, C, H, W) for the measurement; give real ones, the default is two of
-        standard normal noise. dtype: prove it for the kernels as autocast to this type rounds them, e.g. ``torch.bfloat16``
-        (what is measured has the kernels as they are). measure: also measure ‖J‖₂, at z* and at random points.
+        standard normal noise. dtype: prove it for kernels as autocast to this type rounds them, e.g. ``torch.bfloat16``,
+        or as "tf32" reads them (what is measured has the kernels as they are). measure: also ‖J‖₂, at z* and at random points.
     """
     start, cfg, f = time.perf_counter(), model.cfg, model.f
     image_size = cfg.image_size if image_size is None else image_size
     if bounds.check_whole("image_size", image_size) % cfg.step:
         raise ValueError(f"image_size = {image_size}: must be a multiple of {cfg.step}")
-    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"dtype = {dtype}: must be torch.bfloat16, torch.float16, torch.float32 or None")
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32, "tf32"):
+        raise ValueError(f"dtype = {dtype}: must be torch.bfloat16, torch.float16, torch.float32, 'tf32' or None")
     if x is not None and (x.dim() != 4 or max(x.shape[2:]) > image_size):
         raise ValueError(f"x = {tuple(x.shape)}: must be (B, C, H, W), at most {image_size} high and wide")
     refuse_unknown(f)
     constants, layers = live_constants(Prover(f, conv_sizes(f, image_size, cfg.image_size), dtype), progress)
-    drops = [m for m in f.modules() if isinstance(m, VariationalDropout) and dtype is not None]
+    drops = [m for m in f.modules() if isinstance(m, VariationalDropout) and isinstance(dtype, torch.dtype)]
     masks = {m: float(torch.tensor(m.lipschitz()).to(dtype)) * (1 + 1e-7) for m in drops}  # 1/(1 − p) is rounded too
     leaves = {"test": constants.get, "train": {**constants, **masks}.get}
     proved = {mode: readings(f.matrix(leaf, train=mode == "train"), TOLERANCE) for mode, leaf in leaves.items()}

@@ -48,7 +48,7 @@ from lipmdeq.model.layers import Conv
 from lipmdeq.solvers import Memory, SolverWarning
 
 DIVERGED = 1000  # times the loss of guessing, ln(classes), beyond which a run is stopped
-ROUNDED = {"bfloat16": torch.bfloat16}  # precision -> the type of the kernels that f uses, for which L is proved
+ROUNDED = {"bfloat16": torch.bfloat16, "tf32": "tf32"}  # precision -> how f reads its kernels, for which L is proved
 DEPTH_IMAGES = 2000  # evaluated images on which the depth report is made
 Log = Callable[[str], None]
 

@@ -145,8 +145,7 @@ class Potential(UnitLayer):
     def held(self, bound: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """K and 2Kᵀ/T as kernels of convolutions with padding 1, and b + u; in test mode dropout scales the second by 1 − p.
 
-        K as a view: :func:`lipmdeq.solvers.deq` wants inputs that do not depend on one another, and the second kernel
-        depends on the weight.
+        K as a view: :func:`lipmdeq.solvers.deq` wants inputs that do not depend on one another, as the second does on the weight.
         """
         keep = 1.0 if self.training else 1 - self.drop.p
         back = (2 * keep / self.T(bound) * self.weight).transpose(0, 1).flip(2, 3)
@@ -167,8 +166,7 @@ class PotentialMap(BranchMap):
     """f of the certified family, (P1)–(P2): L ≤ τ in the plain norm, for all weights.
 
     Down paths are i − j times a 2x2 convolution with stride 2, ReLU between them; up paths a 1x1 convolution and nearest
-    up-sampling divided by 2^(j−i), the norm of up-sampling. M = τ·M'/‖M'‖₂ with M' = (1−α2)I + α2·softmax(weights), rows
-    without their diagonal.
+    up-sampling divided by its norm 2^(j−i). M = τ·M'/‖M'‖₂ with M' = (1−α2)I + α2·softmax(weights off the diagonal).
     """
 
     reading = "spectral"  # the plain norm

@@ -161,8 +161,7 @@ class Picard(Solver):
         damping: z <- (1-damping) z + damping f(z).
         L: a constant < 1 of f (in l2), which foretells the number of steps (Banach, from z = 0): as steps = "auto".
         steps: this many evaluations, whatever max_iter says; "auto": as many as the last solve, L or the observed rate
-            foretells. The host reads one row of residuals after them ("auto": and every few more); L turns it into
-            `Solution.error`.
+            foretells. The host reads residuals once after them ("auto": every few more); L makes `Solution.error` of it.
     """
 
     damping: float = checked(1.0, check_range, 0, 1, "(]")

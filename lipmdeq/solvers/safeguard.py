@@ -8,11 +8,8 @@ class Safeguard:
 
     The anchor is the best point so far, r_b its residual ||f(z)-z||, r_0 the first one, k the evaluations after the
     first, q a Lipschitz quotient of f that was seen: the last residual ratio of a Picard step. On an L-contraction q <= L.
-    Rule: accelerate only if
-
-        log(r_b / r_0) / log(q) >= k,
-
-    that is, if the progress so far is worth k Picard steps at the rate q. Then r_b <= L^(k-1) r_0 always, by induction:
+    Rule: accelerate only if log(r_b / r_0) / log(q) >= k.
+    That is, if the progress so far is worth k Picard steps at the rate q. Then r_b <= L^(k-1) r_0 always, by induction:
     a Picard step from the anchor multiplies r_b by at most L; an accelerated one is tried only when
     r_b <= q^k r_0 <= L^k r_0 and, even if it fails, leaves r_b where it was. So at most one evaluation is ever lost
     against Banach's bound, and r_b -> 0. No rule can promise this against the *actual* Picard path: f may be constant

@@ -1,5 +1,6 @@
 """What a residual means when convolutions round: the smallest tolerance of each precision is right from both sides."""
 
+import copy
 import functools
 from collections.abc import Callable
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lipmdeq.certificate import TF32, certify
 from lipmdeq.experiments import training
 from lipmdeq.experiments.parameters import UNIT_ROUNDOFF, ParameterError, RunConfig
 from lipmdeq.experiments.training import Run
 from lipmdeq.experiments.world import World
 from lipmdeq.model import build
 from lipmdeq.model.layers import Conv
+from lipmdeq.model.potential import UnitConv
 from lipmdeq.solvers import Anderson, Picard
 
 CAP = 40
@@ -69,9 +72,57 @@ def test_tf32_is_for_convolutions_only(precision, monkeypatch):
 # ---------------------------------------------------------------- what can be reached, and what it is worth
 
 
-def tf32(t: torch.Tensor) -> torch.Tensor:
-    """Single-precision numbers rounded to the eleven binary digits that a tensor core reads."""
-    return ((t.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).view_as(t)
+def tf32(t: torch.Tensor, half: int = 0x1000) -> torch.Tensor:
+    """Single-precision numbers with the eleven binary digits that a tensor core reads: rounded, or cut off (half = 0)."""
+    return ((t.contiguous().view(torch.int32) + half) & ~0x1FFF).view(torch.float32).view_as(t)
+
+
+@pytest.mark.parametrize("half", [0x1000, 0], ids=["rounded", "cut off"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tf32_has_a_proof_of_its_own(name, half):
+    """Every layer with the kernels that a tensor core reads stays below what is proved for tf32, and the proof is near."""
+    torch.manual_seed(0)
+    net = build("digits", **MODELS[name]).eval()
+    with torch.no_grad():
+        for m in net.f.modules():
+            if isinstance(m, Conv):
+                low = tf32(torch.randn_like(m.weight) * 0.05, 0)  # next to a number that is read differently
+                m.weight.copy_(low * (1 + 0.999 * TF32) if half == 0 else low * (1 + 0.501 * TF32))
+    proved = certify(net, dtype="tf32", measure=False, progress=False)
+    used = copy.deepcopy(net)
+    with torch.no_grad():
+        for m in used.f.modules():
+            if isinstance(m, Conv | UnitConv):
+                m.weight.copy_(tf32(m.kernel(), half))
+                if isinstance(m, UnitConv):
+                    m.kernel = lambda *bound, w=m.weight: w.detach()
+    plain, read = (certify(m, measure=False, progress=False) for m in (net, used))
+    assert proved.dtype == "tf32" and "kernels in tf32" in str(proved)
+    for row, other, before in zip(proved.layers, read.layers, plain.layers, strict=True):
+        assert max(other["norm"], before["norm"]) <= row["norm"] < 1.01 * before["norm"] + 1e-9, row["name"]
+    for mode in ("test", "train"):
+        assert (np.array(getattr(proved, mode)["matrix"]) >= np.array(getattr(read, mode)["matrix"]) * (1 - 1e-7)).all()
+    assert plain.test["perron"] < proved.test["perron"] < 1.06 * plain.test["perron"]
+
+
+@pytest.mark.parametrize("halves", [(0x1000, 0), (0, 0x1000), (0, 0)])
+def test_tf32_potential_layers(halves):
+    """J = I − BSA of a residual layer whose two kernels are read each for itself, near the largest norm that A can have."""
+    torch.manual_seed(1)
+    net = build("cpu", block="potential", n=1, channels=(8,), head_channels=(4,), image_size=8, expansion=1).eval()
+    layer = net.f.residual[0]
+    with torch.no_grad():
+        layer.weight.copy_(0.7 * torch.eye(8)[:, :, None, None].expand(8, 8, 3, 3))
+        eye = torch.eye(8 * layer.size[0] * layer.size[1]).view(-1, 8, *layer.size)
+        kernels = [tf32(k, h) for k, h in zip(layer.held(layer.bound(), None)[:2], halves, strict=True)]
+        a, b = (F.conv2d(eye.double(), k.double(), padding=1).flatten(1).T for k in kernels)
+        proved = certify(net, dtype="tf32", measure=False, progress=False)
+        limit = next(row["norm"] for row in proved.layers if row["name"] == "residual.0")
+        found = []
+        for share in (0.3, 1.0):
+            slopes = (torch.rand(len(a)) < share).double()
+            found.append(torch.linalg.matrix_norm(torch.eye(len(a)).double() - b @ (slopes[:, None] * a), 2).item())
+    assert max(found) <= limit < 1.02 * max(found)
 
 
 class PlayedTf32:
