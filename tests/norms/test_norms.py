@@ -118,6 +118,7 @@ def test_slower_methods_on_any_convolution(case):
     for cover in [*torus_covers(axes), *half_covers(axes)]:
         assert true * (1 - 1e-12) <= upper(kernel, cover) <= climb(kernel, cover, true / 1.3) * (1 + 1e-9) < math.inf
         assert climb(kernel, cover, true / 2, stop=true) == math.inf
+        assert true * (1 - 1e-12) <= climb(kernel, cover, 0.0) < math.inf  # a search that found nothing
     # The banded matrix is the Gram matrix.
     gram = BandedGram(kernel, axes)
     rows = gram.axes[gram.along].size if gram.side == "in" else gram.axes[gram.along].out
@@ -339,6 +340,15 @@ def test_scaling_leaves_room_for_the_rounding_of_the_entries(kw, dtype):
         true = true_norm(weight, (4, 5), **kw)
         assert (0.5 if dtype == torch.bfloat16 else 0.69) < true <= 0.7, (seed, name)
         assert guard.enforce(weight, 0.7) == 1.0 and guard.found == 0.7, (seed, name)
+
+
+def test_equal_entries_that_all_round_upwards():
+    """After the division all entries of a box are one number, and for some bounds c its rounding lies above it."""
+    norm = true_norm(torch.ones(1, 1, 3, 3), (6, 6), padding=1)
+    for c in torch.linspace(0.5, 1.0, 60, dtype=torch.double).tolist():
+        weight = torch.full((1, 1, 3, 3), 1.7).bfloat16()
+        assert NormGuard((6, 6), padding=1).enforce(weight, c) < 1.0
+        assert float(weight[0, 0, 0, 0]) * norm <= c
 
 
 def test_guard_tries_the_best_cover_first():
