@@ -7,8 +7,8 @@ PY := .venv/bin/python
 CORES ?= 2
 NB ?= $(wildcard notebooks/*.ipynb)
 
-# What belongs to the user's own environment must not change what is built here.
-unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV CONDA_PREFIX MPLBACKEND MATPLOTLIBRC
+# What belongs to the user's own environment must not change what is built here, nor slow it (imports without stored bytecode take twice as long).
+unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONDONTWRITEBYTECODE VIRTUAL_ENV CONDA_PREFIX MPLBACKEND MATPLOTLIBRC
 export IPYTHONDIR := $(CURDIR)/_build/.ipython
 export MPLCONFIGDIR := $(CURDIR)/_build/.matplotlib
 export JUPYTER_PREFER_ENV_PATH := 1

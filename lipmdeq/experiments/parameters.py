@@ -331,8 +331,9 @@ class RunConfig(BaseModel):
         import yaml
 
         try:
-            text = Path(path).read_text("utf8")
-            values, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+            loader = yaml.SafeLoader(Path(path).read_text("utf8"))
+            node = loader.get_single_node()
+            values = node and loader.construct_document(node)
         except OSError as e:
             raise ParameterError(f"config = {short(str(path))}: cannot be read ({e.strerror})") from None
         except (yaml.YAMLError, ValueError, RecursionError) as e:
