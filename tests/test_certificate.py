@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 from lipmdeq import bounds
-from lipmdeq.certificate import certify, conv_sizes, mixed_1x1_norm
+from lipmdeq.certificate import Prover, certify, conv_sizes, fingerprint, mixed_1x1_norm, readings
 from lipmdeq.jacobian import JacobianProbe
 from lipmdeq.model import build
 from lipmdeq.model.layers import MGN, Conv
+from lipmdeq.model.potential import Potential
+from lipmdeq.norms import conv_norm
 
 
 def tiny(a=0.4, seed=0, scale=0.5, **changes):
@@ -63,6 +66,11 @@ def test_full_jacobian_obeys_every_reading(a):
             assert torch.linalg.matrix_norm(block, 2).item() <= n[i, k] * (1 + 1e-9)
     probe = JacobianProbe(lambda t: net.f(t, u), z)
     assert probe.norm(200).item() == pytest.approx(norm, rel=1e-3)
+    d = torch.tensor([1.0, 3.0, 0.5], dtype=torch.double)
+    probe_d = JacobianProbe(lambda t: net.f(t, u), z, d.tolist())
+    d = d[torch.as_tensor(branch)]
+    weighted = torch.linalg.matrix_norm(d[:, None] * j / d[None, :], 2).item()
+    assert probe_d.norm(200).item() == pytest.approx(weighted, rel=1e-3) != pytest.approx(norm, rel=1e-2)
     radius = torch.linalg.eigvals(j).abs().max().item()
     assert probe.spectral_radius(40).item() == pytest.approx(radius, rel=2e-2)
     assert radius <= norm
@@ -191,6 +199,21 @@ def test_norm_of_mgn_after_1x1_is_exact():
     assert mixed_1x1_norm(conv, norm).value == pytest.approx(dense(), rel=1e-9)
 
 
+def test_norms_of_single_weights_are_above_the_truth_in_their_last_digits():
+    """Two products γ·w in one column have the norm √(p² + q²): rounding may not take the constant below it."""
+    conv, norm = Conv(1, 2, 1, size=(2, 2)).double(), MGN(1, 2).double()
+    torch.manual_seed(0)
+    for _ in range(40):
+        with torch.no_grad():
+            conv.weight.uniform_(0.5, 1)
+            norm.weight.uniform_(0.5, 1)
+        w, gamma = conv.weight.flatten().tolist(), norm.weight.tolist()
+        true = sum((Decimal(a) * Decimal(g)) ** 2 for a, g in zip(w, gamma, strict=True)).sqrt()
+        assert true <= Decimal(mixed_1x1_norm(conv, norm).value) < true * Decimal(1 + 1e-10)
+        plain = sum(Decimal(a) ** 2 for a in w).sqrt()
+        assert plain <= Decimal(conv_norm(conv.weight, 2).value) < plain * Decimal(1 + 1e-10)
+
+
 def rounding_up(w):
     """(kernel just above the middle of two neighbours in bfloat16, the neighbour it is rounded to, away from zero)."""
     low = w.bfloat16()
@@ -250,12 +273,28 @@ def test_rounded_potential_layers(smooth, train):
         assert limit == pytest.approx(torch.linalg.matrix_norm(used.flatten(1), 2).item(), rel=1e-9)
 
 
+def test_rounded_potential_layer_where_only_the_kernel_of_test_mode_is_rounded():
+    """2K/T needs no rounding, (1 − p)·2K/T does: J = I − Bᵀ A is no longer symmetric, and its norm above one."""
+    layer = Potential(2, 1, 0.3, (1, 1)).double()
+    layer.T = lambda bound=None: torch.tensor(4.0, dtype=torch.double)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[0, :, 1, 1] = torch.tensor([1.0, 1.25])  # on a map of one pixel: one hidden unit, ‖K‖² < 4
+    back = (0.7 * 2 / 4 * layer.weight.detach()).bfloat16().double()[0, :, 1, 1]
+    found = torch.linalg.matrix_norm(torch.eye(2).double() - torch.outer(back, layer.weight.detach()[0, :, 1, 1]), 2)
+    assert 1 + 1e-8 < float(found) <= Prover(layer, {layer: (1, 1)}, torch.bfloat16)(layer)[0].value < 1.01
+
+
 def test_report():
     net = tiny(0.3)
     cert = certify(net, progress=False)
     assert cert.certified and cert.test["steps"] == bounds.steps(cert.test["perron"])
     assert cert.measured_norm <= cert.test["spectral"] and cert.measured_norm_D <= cert.test["perron"]
     assert cert.spectral_radius <= cert.measured_norm * 1.01 and cert.slack >= 1
+    for key in ("norm", "norm_D"):  # the largest of what was seen, at z* and elsewhere
+        seen = [p[key] for p in cert.points]
+        assert getattr(cert, f"measured_{key}") == max(seen) > min(seen) > 0
+    assert cert.slack == cert.test["spectral"] / cert.measured_norm  # both in the plain norm
     assert cert.observed_steps <= cert.test["steps"] + 1
     text = str(cert)
     assert "PROVED" in text and "residual.0.conv1" in text and "upper" in text
@@ -277,6 +316,18 @@ def test_weights_changed_behind_its_back():
     assert not certify(net, measure=False, progress=False).certified  # the live weights count, not the promise c
     rows = {row["name"]: row for row in certify(net, measure=False, progress=False).layers}
     assert rows["residual.0.conv1"]["norm"] > rows["residual.0.conv1"]["limit"]
+
+
+def test_a_constant_of_one_is_no_contraction():
+    assert (
+        readings(np.array([[1.0]]), 1e-3)["certified"] is False and readings(np.array([[1.0]]), 1e-3)["steps"] is None
+    )
+    assert readings(np.array([[0.999]]), 1e-3)["certified"] is True
+
+
+def test_the_same_numbers_under_other_names_are_other_weights():
+    one, two = (nn.ParameterDict({name: torch.ones(3)}) for name in ("gamma", "beta"))
+    assert fingerprint(one) == fingerprint(nn.ParameterDict({"gamma": torch.ones(3)})) != fingerprint(two)
 
 
 def set_fusion(net):
@@ -375,7 +426,7 @@ def test_largest_numbers():
         certify(net, measure=False, progress=False)
 
 
-@pytest.mark.parametrize("what", ["unknown", "subclass", "hook", "nan", "inf", "slope"])
+@pytest.mark.parametrize("what", ["unknown", "subclass", "hook", "hook before", "nan", "inf", "slope"])
 def test_refusals_name_the_layer(what):
     net = tiny(0.4)
     block = net.f.residual[1]
@@ -391,6 +442,9 @@ def test_refusals_name_the_layer(what):
     elif what == "hook":
         block.norm2.register_forward_hook(lambda m, i, o: 100 * o)
         name = "residual.1.norm2"
+    elif what == "hook before":
+        block.conv2.register_forward_pre_hook(lambda m, i: tuple(100 * t for t in i))
+        name = "residual.1.conv2"
     elif what == "slope":
         block.act.a, name = 7.0, "a = 7.0"
     else:
@@ -402,8 +456,9 @@ def test_refusals_name_the_layer(what):
 
 
 def test_images_of_the_measurement_are_not_larger_than_those_of_the_proof():
-    with pytest.raises(ValueError, match=r"x = \(2, 1, 16, 16\): must be .* at most 8 high"):
-        certify(build("digits"), x=torch.randn(2, 1, 16, 16), progress=False)
+    for h, w in ((16, 16), (16, 8), (8, 16)):
+        with pytest.raises(ValueError, match=rf"x = \(2, 1, {h}, {w}\): must be .* at most 8 high"):
+            certify(build("digits"), x=torch.randn(2, 1, h, w), progress=False)
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,11 @@ def test_ablations_raise_the_bound():
         for r in READINGS:
             assert changed.L(r) > base.L(r), (row, r)
     assert spec.ablation("S1").L() == spec.ablation("S3").L() == math.inf  # nothing bounds gamma, nor the convs
+    for n in (1, 2, 3):
+        D = replace(spec, n=n).D
+        assert replace(spec, n=n).cond_D == max(D) / min(D) and (n == 1 or max(D) > 1.01)
+    fixed = replace(spec, post_affine=False)  # no γ after the fusion: nothing to free there
+    assert fixed.ablation("S1").L_bar == fixed.L_bar < math.inf == spec.ablation("S1").L_bar
     assert spec.ablation("S2").L_hat == LipschitzSpec(gamma=1 / math.sqrt(1e-5)).L_hat()
     assert spec.ablation("S5").L() == pytest.approx(2 * base.L())  # alpha1 = 1/2
     assert spec.ablation("S7").L() == pytest.approx(2 * spec.ablation("S6").L())

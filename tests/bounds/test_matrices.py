@@ -74,6 +74,15 @@ def test_positive_matrices_reach_the_perron_root_and_no_D_beats_it(n, seed):
         assert np.linalg.norm(weighted(M, other), 2) >= value * (1 - 1e-12)
 
 
+def test_perron_is_not_above_spectral_where_both_are_one_number():
+    """Symmetric matrices: D = 1 is best, and the order of the readings holds in the last digit too."""
+    rng = np.random.default_rng(0)
+    for n in (2, 3, 4, 5) * 20:
+        A = rng.random((n, n)) * 10 ** rng.uniform(-3, 3)
+        value = perron(A + A.T)[0]
+        assert value <= spectral(A + A.T) and value == pytest.approx(np.linalg.eigvalsh(A + A.T)[-1], rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("M", "rho"),
     [

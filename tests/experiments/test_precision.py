@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lipmdeq.certificate import TF32, certify
+from lipmdeq.certificate import TF32, Prover, certify, mixed_1x1_norm
 from lipmdeq.experiments import training
 from lipmdeq.experiments.parameters import UNIT_ROUNDOFF, ParameterError, RunConfig
 from lipmdeq.experiments.training import Run
 from lipmdeq.experiments.world import World
 from lipmdeq.model import build
-from lipmdeq.model.layers import Conv
+from lipmdeq.model.layers import MGN, Conv
 from lipmdeq.model.potential import UnitConv
 from lipmdeq.solvers import Anderson, Picard
 
@@ -123,6 +123,24 @@ def test_tf32_potential_layers(halves):
             slopes = (torch.rand(len(a)) < share).double()
             found.append(torch.linalg.matrix_norm(torch.eye(len(a)).double() - b @ (slopes[:, None] * a), 2).item())
     assert max(found) <= limit < 1.02 * max(found)
+
+
+def test_tf32_where_every_entry_is_rounded_to_the_same_side():
+    """The attack: signs that cancel in the kernel, of norm 4, and not in its rounding error, like 16 ones, of norm 16."""
+    block = torch.ones(4, 4) - 2 * torch.eye(4)
+    signs = torch.kron(block, block)  # orthogonal rows, and 4 in each row more ones than minus ones
+    kernel = torch.where(signs > 0, 1 + 0.501 * TF32, -1 - 0.499 * TF32)[:, :, None, None]
+    read = tf32(kernel)
+    assert torch.linalg.matrix_norm(read[:, :, 0, 0].double(), 2) >= 4 + 9.9 * TF32
+    for gamma in (1.0, 3.0):
+        conv, norm = Conv(16, 16, 1, size=(2, 2)), MGN(16, 16)
+        with torch.no_grad():
+            conv.weight.copy_(kernel)
+            norm.weight.fill_(gamma)
+        true = gamma * float(torch.linalg.matrix_norm(read[:, :, 0, 0].double(), 2))
+        assert true <= mixed_1x1_norm(conv, norm, "tf32").value < true * (1 + 10 * TF32)
+        if gamma == 1:
+            assert true <= Prover(conv, {conv: (2, 2)}, "tf32")(conv)[0].value < true * (1 + 10 * TF32)
 
 
 class PlayedTf32:

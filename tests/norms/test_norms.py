@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 from decimal import Decimal
@@ -151,6 +152,28 @@ def test_twisted_torus_is_exact_for_the_box(h):
     assert plain == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_every_torus_is_long_enough(stride):
+    """Kernels whose sums are largest where nothing is cut off, on all small maps: a torus that is too short by one lies below.
+
+    With stride 2 the ends (1, 0, 1) on 2h pixels have TTᵀ = tridiagonal (1, 2, 1) but for a 1 in the first corner, with the norm
+    2 + 2cos(2π/(2h + 1)); a twisted torus of h positions says 2 + 2cos(π/h).
+    """
+    for taps, h, padding in itertools.product((2, 3, 4), range(2, 8), range(3)):
+        for middle in (0.0, 1.0):
+            weight = torch.ones(1, 1, 1, taps).double()
+            weight[..., 1:-1] = middle
+            if h + 2 * padding < taps:
+                continue
+            kw = dict(stride=(1, stride), padding=(0, padding))
+            axes, true = geometry_of(weight, (1, h), **kw).axes, true_norm(weight, (1, h), **kw)
+            for torus in axes[1].tori():
+                bound = float(upper(Kernel(weight, axes), Cover(axes, (None, torus))))
+                assert bound >= true * (1 - 1e-12), (taps, h, padding, middle, torus)
+            if (taps, stride, padding, middle, h % 2) == (3, 2, 1, 0.0, 0):
+                assert true == pytest.approx(math.sqrt(2 + 2 * math.cos(2 * math.pi / (h + 1))))
+
+
 def families(cin: int, cout: int, seed: int):
     """Kernels that peak at different frequencies: random, smooth, rough, mixed, in between, one strong filter."""
     g = seeded(seed)
@@ -213,6 +236,14 @@ def test_exact_cases():
     # A 1x1 kernel whose stride steps over the only pixel is the zero map.
     assert conv_norm(torch.ones(1, 1, 1, 1), 1, stride=2, padding=1).value == 0.0
     assert conv_norm(torch.zeros(2, 3, 3, 3), 8, padding=1) == Norm(0.0, "exact", "zero operator")
+
+
+def test_windows_that_never_lie_inside_give_an_upper_bound_only():
+    """Two pixels, each read by a tap of its own: the map is diag(1, 1); a torus joins both taps and says √2."""
+    kw = dict(stride=(1, 3), padding=(0, 2))
+    assert true_norm(torch.ones(1, 1, 1, 3), (1, 2), **kw) == 1.0
+    torus, found = (conv_norm(torch.ones(1, 1, 1, 3), (1, 2), method=m, **kw) for m in ("torus", "auto"))
+    assert torus.kind == "upper" and torus.value == pytest.approx(math.sqrt(2)) and found.value == pytest.approx(1.0)
 
 
 def test_reshaped_norm_misses_a_factor_of_three_and_two():
@@ -552,6 +583,14 @@ def test_constraint_where_entries_are_subnormal():
     weight = torch.randn(4, 4, 3, 3, generator=seeded(3)).half()
     project(weight, 8, 1e-6, padding=1)
     assert true_norm(weight.double(), (8, 8), padding=1) <= 1e-6
+    step, box = (
+        torch.finfo(torch.half).tiny * torch.finfo(torch.half).eps,
+        true_norm(torch.ones(1, 1, 3, 3), (8, 8), padding=1),
+    )
+    for share in (0.7, 1.7, 40.6):  # all entries of a box would be rounded to the next step, upwards
+        weight, c = torch.ones(1, 1, 3, 3).half(), share * step * box
+        project(weight, 8, c, padding=1)
+        assert box * float(weight.max()) <= c
 
 
 def test_constraint_where_no_window_reaches_the_map():
