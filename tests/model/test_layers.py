@@ -294,15 +294,38 @@ def test_a_jump_in_a_new_direction_is_seen_at_once(k):
     assert 1.0 < conv_norm(conv.kernel().detach(), (6, 6), padding=k // 2).value < 2.0
 
 
-def test_constrain_says_how_far_above_c_it_found_a_norm():
+@pytest.mark.parametrize("c", [1.0, 2.5])
+def test_constrain_says_how_far_above_c_it_found_a_norm(c):
     torch.manual_seed(0)
-    conv = Conv(4, 4, 1, 1, 1.0, (4, 4)).double()
+    conv = Conv(4, 4, 1, 1, c, (4, 4)).double()
     assert conv.constrain() <= 1.0
     with torch.no_grad():
-        conv.weight.mul_(1.5 / torch.linalg.matrix_norm(conv.weight[:, :, 0, 0], 2))
+        conv.weight.mul_(1.5 * c / torch.linalg.matrix_norm(conv.weight[:, :, 0, 0], 2))
     assert conv.constrain() == pytest.approx(1.5, rel=1e-3)
     assert conv.constrain() <= 1.0
     assert Conv(4, 4, 1, c=None).constrain() == 0.0
+
+
+def test_estimates_recover_from_a_weight_that_was_zero():
+    """0/0 starts the vectors anew: what grows afterwards is held between proofs too."""
+    torch.manual_seed(0)
+    conv = Conv(4, 6, 3, 1, 1.0, (6, 6)).double()
+    with torch.no_grad():
+        conv.weight.zero_()
+    for _ in range(3):
+        conv.constrain(prove=False)
+    with torch.no_grad():
+        conv.weight.normal_()
+    for _ in range(30):
+        conv.constrain(prove=False)
+    assert 0.9 < conv_norm(conv.kernel().detach(), (6, 6), padding=1).value <= 1.0
+
+
+def test_estimates_start_anew_in_another_precision():
+    conv = Conv(2, 3, 3, 1, 1.0, (4, 4))
+    conv.constrain(prove=False)
+    conv.double().constrain(prove=False)
+    assert conv.estimate().dtype == torch.double
 
 
 def test_forgetting_makes_the_estimate_a_function_of_the_weights():

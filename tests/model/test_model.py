@@ -118,8 +118,9 @@ def test_images_without_a_bound_are_refused():
                 ValueError, match=f"image size = {h}x{w}: must be at most 8x8.*certify.model, {max(h, w)}"
             ):
                 run(x)
-    with pytest.raises(ValueError, match="image size = 6x8: must be multiples of 4"):
-        net(torch.randn(1, 1, 6, 8))
+    for h, w in ((6, 8), (8, 6)):
+        with pytest.raises(ValueError, match=f"image size = {h}x{w}: must be multiples of 4"):
+            net(torch.randn(1, 1, h, w))
     assert net(torch.randn(2, 1, 4, 8)).shape == build("digits", "mdeq").eval()(torch.randn(2, 1, 8, 16)).shape
     with torch.no_grad():
         for p in net.f.parameters():

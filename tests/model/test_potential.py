@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lipmdeq.certificate import certify
+from lipmdeq.certificate import Prover, certify
 from lipmdeq.jacobian import JacobianProbe
 from lipmdeq.model import build
 from lipmdeq.model.potential import Potential, PotentialMap, UnitConv, matrix_norm_bound
@@ -72,6 +72,33 @@ def test_unit_convolution_has_norm_one_for_any_weight(k, scale):
     assert not conv.kernel().any()
 
 
+def test_bounds_leave_room_for_single_precision():
+    """Matrices of one row, for which the bound is the norm itself: rounding may not take it below."""
+    torch.manual_seed(0)
+    for _ in range(50):
+        conv, block = UnitConv(7, 1, 1, (4, 4)), Potential(1, 2, 0.0, (4, 4))
+        with torch.no_grad():
+            conv.weight.normal_()
+            block.weight.normal_()
+        assert 1 - 2e-4 < float(conv.kernel().detach().double().norm()) <= 1.0
+        assert 9 * float(block.weight.detach().double().square().sum()) <= float(block.T().detach())
+    f = build("cpu", block="potential", tau=0.9).f
+    for _ in range(50):
+        with torch.no_grad():
+            f.weights.normal_()
+        assert 0.9 * (1 - 1e-3) < float(torch.linalg.matrix_norm(f.mixing().detach().double(), 2)) <= 0.9
+
+
+def test_mixing_is_a_softmax_over_the_other_branches():
+    """M by hand from its definition, weights in an order that tells rows from columns and own from other shares."""
+    f = small(n=3, tau=0.7, alpha2=0.2).f
+    with torch.no_grad():
+        f.weights.copy_(torch.tensor([[9.0, 0.0, 1.0], [2.0, -5.0, 0.0], [0.0, 3.0, 4.0]]))
+    share = np.array([[0, 1, np.e], [np.e**2, 0, 1], [1, np.e**3, 0]])
+    mix = 0.8 * np.eye(3) + 0.2 * share / share.sum(1, keepdims=True)
+    np.testing.assert_allclose(f.mixing().detach().numpy(), 0.7 * mix / np.linalg.norm(mix, 2), rtol=2e-3)
+
+
 @pytest.mark.parametrize("size", [(1, 1), (2, 2), (3, 5), (6, 6)])
 def test_T_is_above_the_square_of_the_norm(size):
     """Against the dense operator: random kernels and bad ones, of any scale."""
@@ -111,6 +138,7 @@ def test_residual_layer_is_symmetric_and_not_expansive(mutant):
     block.T = lambda: true() / mutant
     s = conv_norm(block.kernel().detach(), (6, 6), padding=1).value ** 2
     bound = max(1.0, 2 * s - 1)
+    assert Prover(block, {block: (6, 6)})(block)[0].value == pytest.approx(bound)
     u = 50.0 + torch.randn(1, 6, 6, 6, dtype=torch.double)  # all units on: the strongest step
     z = torch.randn(1, 2, 6, 6, dtype=torch.double)
     jac = torch.autograd.functional.jacobian(lambda t: block(t, u), z).view(72, 72)
@@ -171,6 +199,16 @@ def test_certificate_does_not_trust_the_construction():
     mixing = net.f.mixing
     net.f.mixing = lambda: 1.1 * mixing()
     assert certify(net, measure=False, progress=False).test["perron"] > honest * 1.09
+
+
+def test_comparison_matrix_has_every_layer_in_its_place():
+    """N_ij = M_ij·‖P_ij‖·L_j with constants other than 1: the path from 1 to 3 has two convolutions, L_2 is branch 2's alone."""
+    f = small(n=3).f
+    mixing = f.mixing().detach().numpy()
+    paths = f.matrix(lambda m: 2.0 if isinstance(m, UnitConv) else None) / mixing
+    np.testing.assert_allclose(paths, [[1, 2, 2], [2, 1, 2], [4, 2, 1]])
+    layers = f.matrix(lambda m: 3.0 if m is f.residual[1] else None) / mixing
+    np.testing.assert_allclose(layers, [[1, 3, 1], [1, 3, 1], [1, 3, 1]])
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -139,6 +139,22 @@ def test_fused_is_the_certified_family(n, train, p):
 
 
 @pytest.mark.parametrize("block", ["paper", "potential"])
+def test_hidden_units_are_those_whose_relu_is_on(block, monkeypatch):
+    """The first ReLU of each residual layer of the reference is asked."""
+    cfg = small(3, block=block, injection="all")
+    f = shaken((PotentialMap if block == "potential" else FixedPointMap)(cfg), train=False)
+    z, u = state(f, 3, "all", cfg.channels)
+    told, relu = f.hidden(z, u), torch.nn.functional.relu
+    plain = reference.potential if block == "potential" else reference.residual
+    for i, layer in enumerate(f.residual):
+        seen = []
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.nn.functional, "relu", lambda t, seen=seen: seen.append(relu(t) > 0) or relu(t))
+            plain(layer, z[i], u[i])
+        assert torch.equal(told[i], seen[0]) and 0.1 < seen[0].double().mean() < 0.9
+
+
+@pytest.mark.parametrize("block", ["paper", "potential"])
 def test_compiled_is_the_reference(block):
     """What the compiler is given is f as well (its own kernels are not tried here: they need a C++ compiler)."""
     cfg = small(2, block=block, p=0.0)

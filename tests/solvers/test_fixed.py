@@ -56,6 +56,14 @@ def test_auto_reads_seldom_and_learns(monkeypatch):
     assert solver.solve(f, z0, expect=1).converged.all()  # a wrong guess costs looks, not accuracy
 
 
+def test_auto_goes_on_until_every_sample_has_converged():
+    """Wherever the residuals stand when the host looks: also a little above the tolerance."""
+    f, z0, _ = affine(10, 0.85)
+    for tol in np.logspace(-1, -8, 40):
+        s = Picard(tol=float(tol), max_iter=300, steps="auto").solve(f, z0)
+        assert s.converged.all() and float(s.residuals[-1].max()) < tol
+
+
 def test_auto_takes_the_count_from_a_known_constant():
     f, z0, _ = affine(30, 0.7)
     s = Picard(tol=1e-4, steps="auto", L=0.7).solve(f, z0)

@@ -221,6 +221,8 @@ def test_what_is_remembered_is_seen():
     (layer(x, solver=solver, adjoint=rule, memory=memory)[0] * cot).sum().backward()
     assert memory.backward == 2
     assert (vars(solver), vars(rule.solver)) == before
+    layer(x, solver=Anderson(tol=1e-12, max_iter=2), memory=memory)
+    assert memory.forward is None  # a solve that did not converge says nothing about the next one
     memory.forget()
     assert layer(x, solver=solver, memory=memory)[1].nfe_total == 3
     assert layer(x, solver=solver)[1].nfe_total == layer(x, solver=solver)[1].nfe_total == 3
@@ -562,6 +564,16 @@ def test_jacobian_regularisation_estimates_the_frobenius_norm():
     assert abs(estimate / exact - 1) < 0.08
     grad = torch.autograd.grad(jacobian_regularisation(*layer(x, pair=True)[1].pair), layer.w)[0]
     assert torch.isfinite(grad).all() and grad.abs().sum() > 0
+
+
+def test_jacobian_regularisation_of_bfloat16_is_summed_in_single_precision():
+    z = torch.ones(2, 1000, dtype=torch.bfloat16, requires_grad=True)
+    torch.manual_seed(0)
+    found = jacobian_regularisation(0.5 * z, z, samples=2)
+    torch.manual_seed(0)
+    exact = sum((0.5 * torch.randn_like(z)).float().square().sum() for _ in range(2)) / 4000
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("rule", [Implicit(TIGHT), JFB(), Phantom()])

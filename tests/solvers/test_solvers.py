@@ -214,6 +214,19 @@ def test_contraction_in_another_norm_converges(solver):
         assert s.reason == "converged" and (s.z / d - star).abs().max() < 1e-3
 
 
+def test_a_map_that_grows_before_it_contracts_costs_little_more_than_picard():
+    """A shift by one place, times 1.5: 20 steps of Picard end it, whose residuals grow a thousandfold before. A run of Picard
+    steps goes on from the last point, though it is worse than the best one."""
+    shift = torch.diag(torch.full((19,), 1.5, dtype=DOUBLE), -1)
+    c = torch.eye(20, dtype=DOUBLE)[:1] + 0.1 * torch.randn(
+        1, 20, generator=torch.Generator().manual_seed(0), dtype=DOUBLE
+    )
+    for f in (lambda z: z @ shift.T + c, lambda z: torch.relu(z @ shift.T) + c):
+        picard, anderson = (s.solve(f, torch.zeros_like(c)) for s in (Picard(tol=1e-8), Anderson(tol=1e-8, m=2)))
+        assert picard.reason == anderson.reason == "converged" and picard.residuals.max() > 0.1
+        assert picard.nfe == 21 and anderson.nfe <= 1.5 * picard.nfe
+
+
 def test_anderson_weights_minimise_and_respect_the_anchor():
     g = torch.randn(3, 4, 9, dtype=DOUBLE, generator=torch.Generator().manual_seed(0)).numpy()
     gram, anchor = g @ g.transpose(0, 2, 1), np.array([3, 1, 0])
@@ -391,6 +404,11 @@ def test_best_iterate_is_kept_when_the_residual_grows_again():
 
     s = Picard(tol=1e-9, max_iter=6, relative=False).solve(wander, torch.zeros(2, 3, dtype=DOUBLE))
     assert s.reason == "max_iter" and s.z.equal(out[2]) and s.steps.tolist() == [6, 6]
+    shift, out = iter([1.0, 0.2, 0.01, 0.5, 2.0, 3.0]), []
+    s = Picard(tol=1e-9, max_iter=6, relative=False).solve(
+        wander, torch.zeros(2, 3, dtype=DOUBLE), final=wander, expect=6
+    )
+    assert s.z.equal(out[2]) and not s.final_used  # the sixth, which recorded a graph, is not the result
 
 
 def test_worst_and_mean_stop():
@@ -400,6 +418,8 @@ def test_worst_and_mean_stop():
     assert worst.converged.all() and worst.residuals[-1].max() < 1e-3
     assert mean.nfe < worst.nfe and mean.residuals[-1].mean() < 1e-3 < mean.residuals[-1].max()
     assert mean.reason == "converged" and mean.converged.tolist() == [True, True, True, False]
+    late = Picard(tol=1e-3, max_iter=200, stop="mean", min_iter=mean.nfe + 3).solve(f, z0)
+    assert late.nfe == mean.nfe + 3 and late.reason == "converged"
 
 
 def test_absolute_residual():
@@ -596,6 +616,20 @@ def test_anderson_options(m, beta):
     f, z0, star = affine(30, 0.9)
     s = Anderson(tol=1e-8, m=m, beta=beta, max_iter=400).solve(f, z0)
     assert s.reason == "converged" and torch.allclose(s.z, star, atol=1e-5)
+
+
+def test_mixing_is_of_accelerated_samples_alone():
+    """Beside samples that are accelerated others take Picard steps, which a mixing would spoil: each goes as it does alone."""
+    rate, c = torch.linspace(0.05, 0.99, 8, dtype=DOUBLE)[:, None], torch.linspace(-1, 2, 72, dtype=DOUBLE).view(8, 9)
+    solver, f = (
+        Anderson(tol=1e-8, beta=0.4, max_iter=300),
+        lambda z, rate, c: rate * torch.sin(3 * z).roll(1, 1) / 3 + c,
+    )
+    whole = solver.solve(lambda z: f(z, rate, c), torch.zeros_like(c))
+    for i in range(8):
+        alone = solver.solve(lambda z, i=i: f(z, rate[i : i + 1], c[i : i + 1]), torch.zeros(1, 9, dtype=DOUBLE))
+        assert alone.reason == "converged" and alone.nfe == whole.steps[i]
+        torch.testing.assert_close(whole.z[i], alone.z[0], rtol=1e-9, atol=1e-12)
 
 
 def test_broyden_memory_may_be_short():
