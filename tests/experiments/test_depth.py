@@ -9,12 +9,14 @@ import torch
 
 from lipmdeq.__main__ import main
 from lipmdeq.certificate import certify
+from lipmdeq.experiments import depth_report
 from lipmdeq.experiments.checkpoints import load_model
 from lipmdeq.experiments.depth_report import FEED_FORWARD, STEPS, Depth, depth
 from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.training import test_images as images_of
 from lipmdeq.jacobian import JacobianProbe
 from lipmdeq.model import build
+from lipmdeq.solvers import Anderson, SolverWarning
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "results/digits/lipschitz/seed0.ckpt"
@@ -77,6 +79,8 @@ def test_numbers_are_those_of_the_plain_definitions(digits):
         return torch.cat([t.flatten() for t in f1([p.view(s) for p, s in zip(parts, shapes, strict=True)])])
 
     jac = torch.autograd.functional.jacobian(as_vector, flat)
+    nfe = [net.solver.solve(*net.problem(part)[:2]).nfe for part in x.split(4)]  # of 4, 4 and 1 images
+    assert report.evaluations == pytest.approx((4 * nfe[0] + 4 * nfe[1] + nfe[2]) / 9) and report.converged == 1.0
     alone = depth(net, x[:1], y[:1])
     norm = float(torch.linalg.matrix_norm(jac, 2))
     assert 0.97 * norm <= alone.norm_worst <= norm * (1 + 1e-9)  # a lower bound
@@ -94,6 +98,40 @@ def test_distance_obeys_the_bound(digits):
     report = depth(net, digits[0][:20].double(), digits[1][:20])
     assert 0 < report.distance[0] <= 0.3 * 1.01
     assert report.tightness <= 1
+
+
+def test_a_report_says_what_its_own_solve_missed(digits):
+    """``converged`` is of z* in this report, ``evaluations`` of the model's solver, the proof of test mode."""
+    net = load_model(DIGITS)
+    x, y = digits[0][:8], digits[1][:8]
+    with pytest.warns(SolverWarning):
+        capped = depth(net, x, y, solver=Anderson(tol=1e-12, max_iter=2))
+    report, proof = depth(net, x, y), certify(net, measure=False, progress=False)
+    assert capped.converged == 0.0 < report.converged == 1.0 and capped.evaluations == report.evaluations > 2
+    assert report.proved == proof.test["perron"] < proof.train["perron"]
+    assert depth(net, x, y, certificate=proof).proved == report.proved
+
+
+def test_worst_and_median_are_over_images_and_the_weighted_norm_is_that_of_the_proof(digits, monkeypatch):
+    net, given = load_model(DIGITS), []
+
+    class Probe:
+        def __init__(self, f, z, weights=None):
+            given.append(weights)
+            self.more = 0.0 if weights is None else 100.0
+
+        def norm(self, *how):
+            return torch.tensor([1.0, 9.0, 2.0]) + self.more
+
+        def spectral_radius(self, **how):
+            return torch.tensor([0.5, 0.1, 0.2])
+
+    monkeypatch.setattr(depth_report, "JacobianProbe", Probe)
+    proof = certify(net, measure=False, progress=False)
+    report = depth(net, digits[0][:3], digits[1][:3], certificate=proof)
+    assert (report.norm_median, report.norm_worst, report.norm_D_worst) == (2.0, 9.0, 109.0)
+    assert (report.radius_median, report.radius_worst) == (pytest.approx(0.2), 0.5)
+    assert given == [None, proof.test["D"]]
 
 
 def test_what_differs_between_images(digits):

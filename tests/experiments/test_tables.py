@@ -7,13 +7,14 @@ import re
 import shutil
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import yaml
 from pydantic import BaseModel
 
 from lipmdeq.__main__ import main
 from lipmdeq.experiments.checkpoints import describes, load_checkpoint
-from lipmdeq.experiments.figures import trace, write
+from lipmdeq.experiments.figures import PARTS, ROUNDING, figure3, figure4, figure5, source, trace, write
 from lipmdeq.experiments.parameters import RunConfig, RunError
 from lipmdeq.experiments.record import Record, read_record, read_sealed, write_json
 from lipmdeq.experiments.tables import SHARED, TABLES, load, over_seeds, promised
@@ -150,6 +151,7 @@ def test_no_difference_smaller_than_the_spread(root):
     assert "not run yet" in table.compare("lip-a0.1", "mdeq")
     record(root, "table1/lip-a0.1", 0, 0.48)
     assert "4.0 points above, more than the spread of 1.4" in load("table1", root=root).compare("lip-a0.1", "mdeq")
+    assert "4.0 points below, more than the spread of 1.4" in load("table1", root=root).compare("mdeq", "lip-a0.1")
     record(root, "table1/lip-a0.4", 1, 0.495)
     table = load("table1", root=root)
     assert table.spread("lip-a0.4", "mdeq") == table.spread("mdeq", "lip-a0.4") == pytest.approx(4.5)
@@ -174,6 +176,15 @@ def test_a_guarantee_needs_every_seed_and_both_modes(root):
     row = load("table1", root=root)["lip-a0.4"]
     assert row.value("perron_train").mean < 1 < row.value("perron_train").high
     assert not row.certified and row.ours("perron_train") == "no guarantee"
+    grid = load("table1", root=root).certificates()
+    line = next(cells for cells in grid.body if cells[0] == row.title)
+    assert line[-1] == "no guarantee" and "0.700 (0.200–1.20)" in line
+
+
+def test_a_bound_of_one_is_no_contraction(root):
+    record(root, "table1/lip-a0.4", 0, 0.45, L=1.0)
+    row = load("table1", root=root)["lip-a0.4"]
+    assert not row.certified and row.ours("perron_test") == "no guarantee"
 
 
 def test_a_verdict_depends_on_its_two_rows_alone(root):
@@ -397,7 +408,8 @@ def test_files_of_any_subset(root, monkeypatch, capsys):
     assert f"| Lipschitz MDEQ, a = 0.1 {line}" in text
     assert "| MDEQ + JFB | not run yet | 88.13 |" in text
     rows = {r["row"]: r for r in csv.DictReader(first["table1.csv"].decode().splitlines())}
-    assert rows["lip-a0.1"]["accuracy"] == "45.5" and rows["lip-a0.1"]["accuracy_high"] == "46"
+    ends = ("", "_low", "_high", "_paper")
+    assert [rows["lip-a0.1"][f"accuracy{end}"] for end in ends] == ["45.5", "45", "46", "90.47"]
     assert (
         rows["mdeq"]["perron_test"] == "inf"
         and rows["mdeq-jr"]["accuracy"] == ""
@@ -431,6 +443,69 @@ def test_trace(root):
     assert trace(content, "test_forward") == [1.0, 0.1, 0.01] == trace(content, "train_backward", 0, "worst")
     with pytest.raises(ValueError, match="epoch = 3: must be one of 0, 4"):
         trace(content, "test_forward", 3)
+
+
+def drawn(ax, label: str) -> list[tuple[float, float]]:
+    """The points of all lines with this label."""
+    return [tuple(xy) for line in ax.get_lines() if line.get_label() == label for xy in line.get_xydata().tolist()]
+
+
+def test_figure4_shows_the_rows(root):
+    """Points, bars and printed values, computed here once more from what was put into the records."""
+    bench = root / "results" / "bench" / "trained.json"
+    write_json(bench, {"rows": {"lip-a0.4": {"speedup": 4.4}}, "figure4": {}})
+    for seed, accuracy in enumerate((0.45, 0.46, 0.50)):
+        record(root, "table1/lip-a0.4", seed, accuracy, nfe_train_backward=2.5)
+    assert not drawn(figure4(load("figure4", root=root), load("table1", root=root)).axes[0], "ours")  # beside no MDEQ
+    record(root, "table1/mdeq", 0, 0.44, L=None, nfe_train_backward=20.0)
+    fig = figure4(load("figure4", root=root), load("table1", root=root))
+    left, middle, right = fig.axes
+    x = promised(RunConfig.from_yaml(root / "configs" / "cpu" / "figure4" / "a0.4.yaml"))
+    assert drawn(left, "ours") == [(x, pytest.approx(3.0))]
+    (bars,) = left.containers[0][2]
+    (bar,) = bars.get_segments()
+    assert bar.tolist() == [[x, pytest.approx(1.0)], [x, pytest.approx(6.0)]]  # 45 − 44 and 50 − 44
+    assert drawn(middle, "ours") == [(x, 5.5)] and drawn(right, "ours") == [(x, 4.4)]
+    made = [source("figure4", {name: load(name, root=root) for name in ("figure4", "table1")}) for _ in range(2)]
+    write_json(
+        bench, {"rows": {"lip-a0.4": {"speedup": 4.5}}, "figure4": {}}
+    )  # shown, so part of what it was made from
+    assert made[0] == made[1] != source("figure4", {name: load(name, root=root) for name in ("figure4", "table1")})
+    one, four = PAPER["table1"]["rows"], PAPER["figure4"]["rows"]
+    printed = [one["lip-a0.1"], one["lip-a0.4"], one["lip-a1.0"]]
+    assert [row["accuracy"] for row in four.values() if "accuracy" in row] == [row["accuracy"] for row in printed]
+    gaps = [pytest.approx(row["accuracy"] - one["mdeq"]["accuracy"]) for row in printed]
+    assert [y for _, y in drawn(left, "paper")] == gaps
+    spent = [pytest.approx(row["nfe_train_forward"] + row["nfe_train_backward"]) for row in printed]
+    assert [y for _, y in drawn(middle, "paper")] == spent
+    assert [y for _, y in drawn(right, "paper")] == [row["speedup"] for row in printed]
+    plt.close("all")
+
+
+def test_figures_3_and_5_show_the_traces(root):
+    """Every solve in its own panel: the median of the trained model above, the last residual of each epoch below."""
+    content = json.loads(record(root, "table1/mdeq", 0, 0.44).read_text("utf8"))
+    parts = ("train_forward", "train_backward", "test_forward")
+    for k, epoch in enumerate(content["traces"]):
+        for m, part in enumerate(parts):
+            epoch[part] = {
+                over: [10.0 ** -(1 + k + 2 * m + j + 7 * i) for j in range(3)]
+                for i, over in enumerate(("median", "mean", "worst"))
+            }
+    write_json(root / "results" / "cpu" / "table1" / "mdeq" / "seed0.json", content)
+    table = load("table1", root=root)
+    for fig, shown in ((figure3(table), parts[:2]), (figure5(table), parts[2:])):
+        upper, lower = fig.axes[: len(shown)], fig.axes[len(shown) :]
+        for m, part in ((parts.index(part), part) for part in shown):
+            above, below = upper[shown.index(part)], lower[shown.index(part)]
+            values = [max(10.0 ** -(2 + 2 * m + j), ROUNDING) for j in range(3)]
+            assert drawn(above, table["mdeq"].title) == [(j + 1, pytest.approx(v)) for j, v in enumerate(values)]
+            ends = [max(10.0 ** -(3 + k + 2 * m), ROUNDING) for k in range(2)]
+            assert drawn(below, table["mdeq"].title) == [
+                (e, pytest.approx(v)) for e, v in zip((0, 4), ends, strict=True)
+            ]
+            assert PARTS[part] in (above.get_title(), above.get_title(loc="left"))
+    plt.close("all")
 
 
 def test_the_tables_on_disk_are_current():

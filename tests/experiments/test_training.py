@@ -29,11 +29,14 @@ from lipmdeq.experiments import checkpoints, training
 from lipmdeq.experiments import step as one_batch
 from lipmdeq.experiments.depth_report import depth
 from lipmdeq.experiments.parameters import ParameterError, RunConfig, RunError
-from lipmdeq.experiments.record import RECORD, Record, certificate_of, matches_config, read_record, write_json
+from lipmdeq.experiments.record import RECORD, Record, certificate_of, matches_config, read_record, same_run, write_json
 from lipmdeq.experiments.report import Summary, curves, make_record
-from lipmdeq.experiments.step import Sums, jacobian_weight, learning_rate, stream
-from lipmdeq.experiments.training import Run, train
+from lipmdeq.experiments.rows import promised
+from lipmdeq.experiments.step import Sums, jacobian_weight, learning_rate, make_adjoint, make_solver, stream
+from lipmdeq.experiments.training import Run, new_model, train
 from lipmdeq.experiments.world import World
+from lipmdeq.solvers import Anderson, Broyden, Picard
+from lipmdeq.solvers.gradients import JFB, Implicit, Phantom, Unrolled, jacobian_regularisation
 
 
 def jsonable(value):
@@ -116,6 +119,12 @@ def test_record_says_what_was_run(undisturbed):
     assert r["result"]["accuracy"] == last["test"]["accuracy"]  # of the last epoch, not of the best
     assert r["result"]["top5"] >= r["result"]["accuracy"]
     assert r["result"]["nfe_test_forward"] == last["test"]["nfe_forward"]
+    assert r["result"]["nfe_train_backward"] == last["train"]["nfe_backward"]
+    spent = sum(h["seconds"]["train"] for h in r["history"])
+    assert r["result"]["milliseconds_per_step"]["train"] == pytest.approx(1000 * spent / 8)  # 2 epochs of 4 steps
+    proved = {mode: r["certificate"][mode]["perron"] for mode in ("test", "train")}
+    assert {mode: last["lipschitz"][mode] for mode in proved} == proved and proved["test"] < proved["train"]
+    assert f"for all weights, train mode: L <= {promised(cfg):.4g}" in r["guarantee"]
     assert r["data"]["sha256"] and r["versions"]["torch"] and r["machine"]["cores"]
     assert r["command"].startswith("python -m lipmdeq train -p ")
     assert "64 training images of digits at 8x8" in r["scale"]
@@ -127,6 +136,9 @@ def test_record_says_what_was_run(undisturbed):
     assert str(certificate) and certificate._repr_html_()
     for layer in certificate.layers:
         assert layer["limit"] is None or layer["norm"] <= layer["limit"] * (1 + 1e-6), layer
+    unproved = {**r["certificate"], "test": {**r["certificate"]["test"], "perron": None}, "measured_norm": None}
+    unproved = certificate_of({**r, "certificate": unproved})  # null is infinity in a proof, and nothing elsewhere
+    assert unproved.test["perron"] == math.inf and unproved.measured_norm is None
     for mode in ("test", "train"):
         assert f"{mode} mode: proved to be a contraction" in r["guarantee"]
     assert json.loads(json.dumps(jsonable(undisturbed.returned))) == r
@@ -149,6 +161,18 @@ def test_traces_have_the_forced_number_of_iterations_and_change_nothing(undistur
                 assert len(t[name][kind]) == k
             assert all(m <= w * (1 + 1e-4) for m, w in zip(t[name]["mean"], t[name]["worst"], strict=True))
             assert t[name]["worst"][-1] < 1e-4  # a contraction
+    model = checkpoints.load_model(undisturbed.out / checkpoints.CHECKPOINT)
+    model.solver = Anderson(tol=0, max_iter=18)
+    x, _ = training.open_data(tiny(), torch.device("cpu")).train.sample(64)
+    with torch.no_grad():
+        seen = model(x, details=True)[1].residuals.double()
+    again = {"mean": seen.mean(1), "median": seen.median(1).values, "worst": seen.amax(1)}
+    for kind, values in again.items():  # later ones are rounding
+        assert traces[-1]["test_forward"][kind][:2] == pytest.approx(values[:2].tolist(), rel=1e-3)
+    of_three = one_batch._trace(SimpleNamespace(residuals=torch.tensor([[1.0, 2.0, 9.0]])))
+    assert of_three == {"mean": [4.0], "median": [2.0], "worst": [9.0]}
+    first, other = (traces[-1][name]["mean"][1] for name in ("train_forward", "test_forward"))
+    assert abs(first - other) > 1e-3 * other  # dropout, and the statistics of the batch
     without = train(tiny(), log=None)
     assert without["weights_sha256"] == undisturbed.record["weights_sha256"]
     assert numbers(without["history"]) == numbers(undisturbed.record["history"])
@@ -156,6 +180,23 @@ def test_traces_have_the_forced_number_of_iterations_and_change_nothing(undistur
 
 def test_seed_decides(undisturbed):
     assert train(tiny(seed=1), log=None)["weights_sha256"] != undisturbed.record["weights_sha256"]
+
+
+def test_seed_decides_start_order_and_dropout(tmp_path):
+    """Each one by itself: two runs of different seeds share neither weights, nor batches, nor masks."""
+    found = []
+
+    def look(x, y, jacobian):
+        found.append((checkpoints.weights_sha256(run.model), y.tolist(), torch.initial_seed()))
+        raise Killed
+
+    for seed in (0, 0, 1):
+        run = open_run(tiny(seed=seed), tmp_path)
+        run.batch = look
+        with pytest.raises(Killed):
+            run._one_epoch()
+    first, same, other = found
+    assert first == same and all(a != b for a, b in zip(first, other, strict=True))
 
 
 def test_every_call_of_f_is_counted(tmp_path):
@@ -183,6 +224,16 @@ def test_sums_find_the_worst_image():
     assert (row["nfe_forward"], row["steps_forward"], row["attached_forward"]) == (5, 4, 1)
     assert (row["not_converged_forward"], row["loss"], row["accuracy"]) == (1, 2.0, 0.5)
     assert row["worst_residual_forward"] == pytest.approx(0.2)
+    solution.backward = SimpleNamespace(
+        nfe=9, nfe_total=9, steps=torch.tensor([7, 9, 9, 9]), converged=torch.tensor([True] * 4), backward=None,
+        residuals=torch.tensor([[0.3, 0.4, 0.1, 0.1]]),
+    )  # fmt: skip
+    sums = Sums()
+    sums.add(torch.tensor(1.0), torch.arange(12.0).repeat(4, 1), torch.tensor([11, 8, 7, 6]), solution)
+    row = sums.row(12, ("backward",))
+    assert (row["accuracy"], row["top5"]) == (0.25, 0.75)  # the five largest are 11, 10, 9, 8, 7
+    assert (row["nfe_backward"], row["steps_backward"], row["attached_backward"]) == (9, 8.5, 0)
+    assert (row["not_converged_backward"], row["worst_residual_backward"]) == (0, pytest.approx(0.4))
 
 
 # ---------------------------------------------------------------- killed and resumed
@@ -259,6 +310,7 @@ def test_resumed_where_the_number_of_evaluations_changes(tmp_path, monkeypatch):
     step, taken = Run._one_step, []
 
     def one_step(self, *args):
+        assert (self.memory.forward, self.memory.backward) == (None, None)  # a checkpoint came before
         step(self, *args)
         taken.append(self.memory.forward)
 
@@ -324,6 +376,13 @@ def test_other_parameters_in_the_same_folder_are_refused(undisturbed, tmp_path):
     with pytest.raises(RunError, match="holds a run with seed = 0, not 5"):
         train(tiny(out=str(tmp_path), seed=5))
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_a_parameter_that_is_younger_than_a_run_had_its_default(tmp_path):
+    older = {k: v for k, v in tiny().identity().items() if k != "label_smoothing"}
+    same_run(tiny(), older, tmp_path)
+    with pytest.raises(RunError, match=r"holds a run with label_smoothing = 0.0, not 0.1"):
+        same_run(tiny(label_smoothing=0.1), older, tmp_path)
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, monkeypatch):
@@ -486,6 +545,24 @@ def test_nan_in_the_data_stops(tmp_path):
     x, y = next(run.data.train.batches(16))
     with pytest.raises(RunError, match="the loss is nan; there is no checkpoint yet"):
         run._one_step(x * float("nan"), y, 0.0)
+    run._check(999 * math.log(10), 1.0)
+    with pytest.raises(RunError, match="the loss is 2.3e.03, 1000 times that of guessing"):
+        run._check(1001 * math.log(10), 1.0)
+    with pytest.raises(RunError, match="the loss is inf"):
+        run._check(1.0, math.inf)  # of smoothing or regularisation
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    run = open_run(tiny(), tmp_path)
+    run._checkpoint()
+    before = run.file.read_bytes()
+    with torch.no_grad():
+        run.model.head.classifier.bias[0] = math.inf
+    with pytest.raises(
+        RunError, match="head.classifier.bias has entries that are not finite; the last good checkpoint is"
+    ):
+        run._checkpoint()
+    assert run.file.read_bytes() == before
 
 
 def test_full_disk_and_unwritable_folder(tmp_path):
@@ -611,14 +688,14 @@ def test_unrolled_is_k_plain_applications(make, k, tmp_path):
 def test_norms_are_proved_at_the_end_however_often_before(every, proofs, tmp_path):
     """Between proofs norms are estimated; what is evaluated and kept is proved, and the record says what a proof found."""
     run = open_run(tiny(epochs=1, prove_every=every, checkpoint_every=100, lr=2e-2), tmp_path)
-    asked, constrain = [], run.model.constrain
-    run.model.constrain = lambda prove=True: (asked.append(int(prove)), constrain(prove))[1]
+    asked, told, constrain = [], [], run.model.constrain
+    run.model.constrain = lambda prove=True: (asked.append(int(prove)), told.append(constrain(prove)))[1] or told[-1]
     run._one_epoch()
     assert asked == proofs
     layers = [layer for layer in certify(run.model, measure=False).layers if layer["limit"] is not None]
     assert layers and all(layer["norm"] <= layer["limit"] * (1 + 1e-6) for layer in layers)
     worst = run.history[0]["lipschitz"]["worst_over_c"]
-    assert math.isfinite(worst) and worst > 0.5
+    assert math.isfinite(worst) and worst == max(told) > 0.5
     state = checkpoints.load_checkpoint(run.file)["model"]
     assert all(torch.equal(v, run.model.state_dict()[k]) for k, v in state.items())
 
@@ -660,10 +737,21 @@ def test_methods(changes, tmp_path, monkeypatch):
         assert torch.equal(p, start[name]) == frozen, name
     assert ("nfe_backward" in run.history[0]["train"]) == (cfg.method == "implicit")
     proof = certify(run.model, measure=False)
+    better = {**run.history[0], "test": {**run.history[0]["test"], "accuracy": 1.0, "loss": 0.0}}
+    if cfg.method == "implicit":
+        run.history[0]["train"]["steps_backward"] = 0.25  # of an image; a solve of the batch takes more
+    run.history.insert(0, better)  # an earlier epoch; the result is that of the last one
     report = depth(run.model, *run._images(10), certificate=proof)
     write_json(tmp_path / "record.json", make_record(run, proof, report))
     record = read_record(tmp_path / "record.json")
-    assert record["result"]["calls_train_forward"] >= record["result"]["nfe_train_forward"] >= 1
+    last, counts = run.history[-1], record["model"]
+    assert record["result"]["accuracy"] == last["test"]["accuracy"] < 1
+    spent = last["train"]["nfe_forward"], last["train"]["attached_forward"]
+    assert record["result"]["calls_train_forward"] == pytest.approx(sum(spent)) and sum(spent) >= spent[0] >= 1
+    assert record["result"]["nfe_train_backward"] == last["train"].get("nfe_backward")
+    assert counts["parameters"] - counts["trained"] == (
+        0 if cfg.train_stem else sum(p.numel() for p in run.model.stem.parameters())
+    )
     assert "test accuracy, last epoch" in str(Summary(record)) and "<table>" in Summary(record)._repr_html_()
     assert len(curves(record).axes) == 3
 
@@ -671,8 +759,51 @@ def test_methods(changes, tmp_path, monkeypatch):
 def test_validation_split():
     r = train(tiny(epochs=3, eval_every=2, eval_split="val", val_images=50), log=None)
     assert [h["val"] is None for h in r["history"]] == [True, False, False]
-    assert r["result"]["split"] == "val" and r["result"]["images"] == 50
+    assert (
+        r["result"]["split"] == "val" and r["result"]["images"] == 50 == r["data"]["evaluated"] == r["depth"]["images"]
+    )
     assert all("test" not in h for h in r["history"])
+
+
+def test_solvers_are_those_of_the_parameters():
+    cfg = tiny(tol=1e-2, max_forward=7, max_backward=9)
+    assert make_solver(cfg, cfg.max_forward) == Anderson(tol=1e-2, max_iter=7)
+    assert make_adjoint(cfg) == Implicit(Anderson(tol=1e-2, max_iter=9))
+    assert make_solver(cfg.changed(solver="broyden"), 3, tol=0.0) == Broyden(tol=0.0, max_iter=3)
+    assert make_solver(cfg.changed(solver="picard"), 3) == Picard(tol=1e-2, max_iter=3)
+    assert make_adjoint(cfg.changed(method="jfb")) == JFB()
+    assert make_adjoint(cfg.changed(method="unrolled", steps=3)) == Unrolled(3)
+    assert make_adjoint(cfg.changed(method="phantom", phantom_steps=3, phantom_damping=0.7)) == Phantom(3, 0.7)
+    model = new_model(cfg, training.open_data(cfg, torch.device("cpu")))
+    assert (model.solver, model.adjoint) == (make_solver(cfg, 7), make_adjoint(cfg))
+
+
+def test_jacobian_regularisation_is_added_to_the_loss(tmp_path):
+    """The same estimate, from the same random vectors, taken by hand; cross-entropy is recorded without it."""
+    run = open_run(tiny(p=0.0), tmp_path)
+    x, y = next(run.data.train.batches(16))
+    run.model.train()
+    _, solution = run.model.equilibrium(x, pair=True)
+    torch.manual_seed(5)
+    estimate = float(jacobian_regularisation(*solution.pair, samples=2).detach())
+    torch.manual_seed(5)
+    loss, ce, logits, _ = run.batch(x, y, 100.0)
+    torch.testing.assert_close(ce, torch.nn.functional.cross_entropy(logits, y))
+    assert float(loss.detach() - ce) == pytest.approx(100 * estimate, rel=1e-3) and 100 * estimate > 1e-3 * float(ce)
+
+
+def test_bfloat16_is_evaluated_and_proved_as_it_runs(tmp_path):
+    """Evaluation is under autocast as training is; both certificates are for kernels that are rounded."""
+    cfg = tiny(precision="bfloat16", tol=0.01, epochs=1)
+    run, casts = open_run(cfg, tmp_path), []
+    forward = run.model.f.forward
+    run.model.f.forward = lambda *a: (casts.append(torch.is_autocast_enabled("cpu")), forward(*a))[1]
+    one_batch.evaluate(run.model, run.data.test, 40, run.world)
+    assert casts and all(casts)
+    record = train(cfg, log=None)
+    assert record["certificate"]["dtype"] == "bfloat16"
+    for mode in ("test", "train"):
+        assert record["history"][-1]["lipschitz"][mode] == record["certificate"][mode]["perron"]
 
 
 def test_bar_only_where_somebody_looks(capsys, monkeypatch):
