@@ -318,7 +318,20 @@ def test_weights_changed_behind_its_back():
     assert rows["residual.0.conv1"]["norm"] > rows["residual.0.conv1"]["limit"]
 
 
+def test_rounded_potential_layer_reaches_its_constant():
+    """One pixel, one unit, ‖A‖ = 1: 2K/T = 4/3 is rounded up by a part δ, and J = 1 − 2(1 + δ) is as large as is proved."""
+    layer = Potential(1, 1, 0.3, (1, 1)).double()
+    layer.T = lambda bound=None: torch.tensor(2.25, dtype=torch.double)
+    with torch.no_grad():
+        layer.weight.zero_()[0, 0, 1, 1] = 1.5
+    back = float(torch.tensor(2 / 2.25 * 1.5).bfloat16())
+    assert 1.0038 < abs(1 - back * 1.5) <= Prover(layer, {layer: (1, 1)}, torch.bfloat16)(layer)[0].value < 1.004
+
+
 def test_a_constant_of_one_is_no_contraction():
+    found = readings(np.array([[0.5, 0.9], [0.1, 0.5]]), 1e-3)
+    assert found["perron"] == pytest.approx(0.8) and found["spectral"] > 1 and found["certified"] is True
+    assert found["steps"] == bounds.steps(0.8 + 1e-9, 1e-3)
     assert (
         readings(np.array([[1.0]]), 1e-3)["certified"] is False and readings(np.array([[1.0]]), 1e-3)["steps"] is None
     )

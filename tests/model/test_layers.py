@@ -9,7 +9,19 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipmdeq.model.layers import GN, MGN, Chain, Conv, ConvNorm, DownPath, SReLU, Up, UpPath, VariationalDropout
+from lipmdeq.model.layers import (
+    GN,
+    MGN,
+    Chain,
+    Conv,
+    ConvNorm,
+    DownPath,
+    SReLU,
+    Up,
+    UpPath,
+    VariationalDropout,
+    constrain,
+)
 from lipmdeq.norms import conv_norm
 
 torch.set_default_dtype(torch.float32)
@@ -79,6 +91,11 @@ def test_gamma_is_clipped():
         layer.weight.copy_(torch.tensor([3.0, -3, 0.5, -0.5, 0, 1]))
     layer.constrain()
     torch.testing.assert_close(layer.weight.detach(), torch.tensor([0.8, -0.8, 0.5, -0.5, 0, 0.8]))
+    for prove in (False, True):  # at every step, also between two proofs
+        with torch.no_grad():
+            layer.weight.fill_(3.0)
+        constrain([layer], prove)
+        assert (layer.weight == 0.8).all()
     free = MGN(2, 6, gamma=None)
     with torch.no_grad():
         free.weight.fill_(3.0)
@@ -319,6 +336,16 @@ def test_estimates_recover_from_a_weight_that_was_zero():
     for _ in range(30):
         conv.constrain(prove=False)
     assert 0.9 < conv_norm(conv.kernel().detach(), (6, 6), padding=1).value <= 1.0
+
+
+def test_an_estimate_that_overflows_is_left_to_the_proof():
+    """Squares of 1e25 are infinite in single precision: no weight is scaled by that, to zero."""
+    conv = Conv(2, 3, 3, 1, 1.0, (4, 4))
+    with torch.no_grad():
+        conv.weight.fill_(1e25)
+    conv.constrain(prove=False)
+    assert (conv.weight == 1e25).all()
+    assert conv.constrain() > 1e25 and 0.9 < conv_norm(conv.kernel().detach(), (4, 4), padding=1).value <= 1.0
 
 
 def test_estimates_start_anew_in_another_precision():

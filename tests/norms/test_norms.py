@@ -338,6 +338,22 @@ def test_guard_keeps_the_norm_in_500_steps(layer, monkeypatch):
     assert weight.requires_grad and weight.is_leaf and weight.grad_fn is None
 
 
+def test_outputs_that_a_circular_map_repeats_are_counted():
+    """A box with padding 3 on 18 pixels gives 22 outputs an axis, 4 of them twice: its norm is 15, that on the torus 9."""
+    weight, kw = torch.ones(1, 1, 3, 3), dict(padding=3, padding_mode="circular")
+    true = true_norm(weight, (18, 18), **kw)
+    assert (
+        true > 15
+        and not fits(weight, 18, 9.5, **kw)
+        and not fits(weight, 18, 15.0, **kw)
+        and fits(weight, 18, 18.1, **kw)
+    )
+    axes = geometry_of(weight, 18, **kw).axes
+    assert climb(Kernel(weight, axes), torus_covers(axes)[0], 9.0) >= true
+    NormGuard(18, **kw).enforce(weight, 10.0)
+    assert true * float(weight.max()) <= 10.0
+
+
 def test_guard_state():
     weight = torch.randn(8, 4, 3, 3, generator=seeded(12))
     guard = NormGuard((9, 9), padding=1)
