@@ -862,11 +862,25 @@ def test_exported_weights_are_small_and_keep_their_bounds(undisturbed, tmp_path)
     checkpoints.export_weights(source, path)
     assert path.stat().st_size < 0.3 * source.stat().st_size
     full, small = checkpoints.load_model(source), checkpoints.load_model(path)
+    kept = checkpoints.load_checkpoint(path)["model"]
+    assert {v.dtype for v in kept.values() if v.ndim == 1} == {torch.float32}  # variances may be too small for a half
     x, _ = next(training.open_data(tiny(), torch.device("cpu")).test.batches(40))
     with torch.no_grad():
         assert (full(x) - small(x)).norm() <= 1e-2 * full(x).norm()
     for layer in certify(small, measure=False).layers:
         assert layer["limit"] is None or layer["norm"] <= layer["limit"] * (1 + 1e-6), layer
+
+
+def test_exported_weights_that_round_above_their_bound_are_scaled(undisturbed, tmp_path):
+    """Two entries of c/√2 in a row: their neighbours in half precision lie above, and ‖W‖ above c."""
+    state = checkpoints.load_checkpoint(undisturbed.out / checkpoints.CHECKPOINT)
+    name, c = "f.post.0.pair.0.weight", TINY["c"]
+    state["model"][name].zero_()[0, :2, 0, 0] = c / math.sqrt(2) * (1 - 1e-6)
+    assert state["model"][name].half().double().norm() > 1.0003 * c > c >= state["model"][name].double().norm()
+    checkpoints.save_checkpoint(tmp_path / "full.ckpt", state)
+    checkpoints.export_weights(tmp_path / "full.ckpt", tmp_path / "half.ckpt")
+    conv = checkpoints.load_model(tmp_path / "half.ckpt").f.post[0].pair.conv
+    assert 0.99 * c < conv.kernel().detach().double().norm() <= c
 
 
 def test_weights_are_those_that_the_record_describes(undisturbed, tmp_path):

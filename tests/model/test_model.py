@@ -2,13 +2,14 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
 from lipmdeq.bounds import ABLATIONS
 from lipmdeq.model import build, configure
 from lipmdeq.model.layers import Conv
-from lipmdeq.norms import lower_norm
+from lipmdeq.norms import conv_norm, lower_norm
 from lipmdeq.solvers import Anderson
 from lipmdeq.solvers.gradients import Implicit, Unrolled
 
@@ -90,6 +91,20 @@ def test_paper_model_has_28_convolutions():
     assert sum(isinstance(m, Conv) for m in build("paper-cifar10").f.modules()) == 28
 
 
+def test_comparison_matrix_has_every_block_in_its_place():
+    """N_ij = L̄_i·M_ij·L̂_j: a larger residual block fills a column, a larger post-fusion a row, a larger path one entry."""
+    f = build("cpu").f
+    for part, rows, columns in (
+        (f.residual[1], range(4), [1]),
+        (f.post[2], [2], range(4)),
+        (f.fusion.path(0, 3), [0], [3]),
+    ):
+        ratio = f.matrix(lambda m, part=part: 3 * m.constant(None, True) if m is part else None) / f.matrix()
+        expected = np.ones((4, 4))
+        expected[np.ix_(rows, columns)] = 3
+        np.testing.assert_allclose(ratio, expected)
+
+
 def test_masks():
     """One per sample and channel, kept at rate 1-p and scaled; off in test mode."""
     net = build("cpu").train()
@@ -105,6 +120,7 @@ def test_images_of_another_size_and_copies():
     net = build("digits").eval()
     net.largest_image = 16
     x = torch.randn(2, 1, 16, 16)
+    assert build("digits", block="potential").eval()(x).shape == (2, 10)  # for all sizes
     assert torch.equal(net(x), copy.deepcopy(net)(x))
 
 
@@ -130,6 +146,13 @@ def test_images_without_a_bound_are_refused():
         h = conv.size[0]
         for size in {(h, max(1, h // 2)), (max(1, h // 2), h), (max(1, h // 2),) * 2}:
             assert lower_norm(conv.kernel(), size, stride=conv.stride, padding=conv.padding).value <= conv.c
+
+
+def test_a_new_model_keeps_to_its_constraint():
+    """Before any step: at the start norms are small, but c may be smaller."""
+    net = build("digits", c=0.005, gamma=0.5)
+    for conv in (m for m in net.f.modules() if isinstance(m, Conv)):
+        assert conv_norm(conv.kernel().detach(), conv.size, stride=conv.stride, padding=conv.padding).value <= 0.005
 
 
 def test_the_stem_learns():
