@@ -3,6 +3,7 @@
 Figures are dark on white, readable in every viewer and on paper; the book's style sheet inverts their lightness on dark pages.
 """
 
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -40,9 +41,9 @@ def use_style() -> None:
 
 def save(fig: Any, path: Any, source: str | None = None) -> None:
     """Write ``fig`` as SVG, the same bytes for the same figure; ``source``, what it was made from, is kept in the file."""
-    if not str(path).endswith(".svg"):
+    if ".svg" not in Path(path).suffixes:  # an unfinished file has more of them
         raise ValueError(f"path = {path}: must end in .svg")
-    fig.savefig(path, metadata={**UNDATED, "Source": source})
+    fig.savefig(path, format="svg", metadata={**UNDATED, "Source": source})
 
 
 def shade_contraction(ax: Any, axis: str = "y", label: str = "contraction, $L < 1$", at: float = 1.0) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from lipmdeq.data.files import atomic
-from lipmdeq.experiments.record import content_sha256
+from lipmdeq.experiments.record import content_sha256, writing
 from lipmdeq.experiments.tables import TABLES, Table, load, promised, spread
 from lipmdeq.plotting import COLOURS, LINES, MARKERS, ours, paper, save, shade_contraction, use_style
 
@@ -180,13 +179,13 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)  # after all names were found to be good
     use_style()
     for name, stem, end in wanted:
-        if end == "svg":
-            draw, *names = FIGURES[stem]
-            fig = draw(*(tables[table] for table in names))
-            save(fig, folder / name, source(stem, tables))
-            plt.close(fig)
-        else:
-            with atomic(folder / name) as part:
+        with writing(folder / name) as part:
+            if end == "svg":
+                draw, *names = FIGURES[stem]
+                fig = draw(*(tables[table] for table in names))
+                save(fig, part, source(stem, tables))
+                plt.close(fig)
+            else:
                 part.write_text(tables[stem].texts()[name], encoding="utf8")
     return [folder / name for name, *_ in wanted]
 

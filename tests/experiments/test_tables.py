@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from lipmdeq.__main__ import main
+from lipmdeq.experiments import figures
 from lipmdeq.experiments.checkpoints import describes, load_checkpoint
 from lipmdeq.experiments.figures import PARTS, ROUNDING, figure3, figure4, figure5, source, trace, write
 from lipmdeq.experiments.parameters import RunConfig, RunError
@@ -426,6 +427,20 @@ def test_files_of_any_subset(root, monkeypatch, capsys):
     }
     assert main(["tables", "--only", "figure9.svg", "--out", "none"]) == 1 and not Path("none").exists()
     assert "file = 'figure9.svg': must be one of table1.md" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_old_files(root, monkeypatch):
+    """D12: figures too appear whole or not at all, and the sentence names the file."""
+
+    def full(fig, path, source):
+        Path(path).write_text("half of it")
+        raise OSError(28, "No space left on device")
+
+    old = {p: p.read_bytes() for p in write(root=root, files=["figure3.svg", "table1.md"])}
+    monkeypatch.setattr(figures, "save", full)
+    with pytest.raises(RunError, match=r"figure3.svg cannot be written \(No space left on device\); the last complete"):
+        write(root=root, files=["table1.md", "figure3.svg"])
+    assert {p: p.read_bytes() for p in next(iter(old)).parent.iterdir()} == old
 
 
 def test_html_escapes_and_marks_the_paper(root):
