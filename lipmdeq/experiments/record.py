@@ -26,10 +26,15 @@ if TYPE_CHECKING:
     from lipmdeq.certificate import Certificate
 
 FORMAT, RECORD = 1, "record.json"  # RECORD: its name in the folder of a run
+SIGNS = {"ge": ">=", "le": "<=", "lt": "<"}
 INFINITE = ("frobenius", "spectral", "perron", "norm")  # null stands for infinity in these
 Numbers = dict[str, float]
 Found = dict[str, float | None]
-Residuals = dict[Literal["mean", "median", "worst"], list[float | None]]
+Share = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Several = Annotated[int, Field(ge=1, lt=2**63)]
+Residual = Annotated[list[Amount | None], Field(min_length=1)]
 
 
 # ------------------------------------------------------------------ what a record holds
@@ -43,53 +48,61 @@ class Part(BaseModel):
 
 class Model(Part):
     config: dict = {}  # lipmdeq.model.ModelConfig
-    parameters: int  # number of weights
-    trained: int = 0  # those that were not held fixed
+    parameters: Count  # number of weights
+    trained: Count = 0  # those that were not held fixed
 
 
 class Data(Part):
     name: str
-    train: int  # images
-    evaluated: int = 0  # images
-    classes: int = 0
-    size: int  # height and width of the images
+    train: Several  # images
+    evaluated: Count = 0  # images
+    classes: Count = 0
+    size: Several  # height and width of the images
     sha256: str | None = None  # of the file of images
 
 
 class Counts(Part):
     """Means over the images of one epoch, in training or evaluated; ``…_backward`` with method = implicit, in training only."""
 
-    images: int
+    images: Several
     loss: float  # cross-entropy
-    accuracy: float
-    top5: float | None  # None with fewer than ten classes
-    nfe_forward: float  # calls of f for the whole batch
-    nfe_backward: float = 0.0
-    steps_forward: float = 0.0  # calls after which an image had converged by itself
-    steps_backward: float = 0.0
-    attached_forward: float = 0.0  # calls that only attached the graph
-    attached_backward: float = 0.0
-    not_converged_forward: int  # images
-    not_converged_backward: int = 0
+    accuracy: Share
+    top5: Share | None  # None with fewer than ten classes
+    nfe_forward: Amount  # calls of f for the whole batch
+    nfe_backward: Amount = 0.0
+    steps_forward: Amount = 0.0  # calls after which an image had converged by itself
+    steps_backward: Amount = 0.0
+    attached_forward: Amount = 0.0  # calls that only attached the graph
+    attached_backward: Amount = 0.0
+    not_converged_forward: Count  # images
+    not_converged_backward: Count = 0
     worst_residual_forward: float | None  # largest relative residual at the end of a solve
     worst_residual_backward: float | None = None
 
 
 class Epoch(Part):
-    epoch: int  # from 1
+    epoch: Several  # from 1
     train: Counts | None = None
     test: Counts | None = None  # or val, whichever is evaluated; None between evaluations
     val: Counts | None = None
-    steps: int = 0
+    steps: Count = 0
     seconds: Numbers = {}  # data, forward, backward, optimizer, constrain, their sum train, evaluation
     lipschitz: Found = {}  # proved: test, train; at a few images: measured ‖J‖, spectral_radius; worst_over_c: largest bound / c
+
+
+class Residuals(Part):
+    """Over the images of a batch, after each evaluation; null where it was not finite."""
+
+    mean: Residual
+    median: Residual
+    worst: Residual
 
 
 class Trace(Part):
     """Relative residual after each of a forced number of evaluations, over the images of a fixed batch."""
 
-    epoch: int  # after how many epochs
-    images: int = 0
+    epoch: Count  # after how many epochs
+    images: Count = 0
     train_forward: Residuals
     train_backward: Residuals
     test_forward: Residuals
@@ -99,14 +112,14 @@ class Result(Part):
     """Of the last epoch."""
 
     split: Literal["test", "val"]  # what was evaluated
-    accuracy: float
-    top5: float | None
+    accuracy: Share
+    top5: Share | None
     loss: float | None = None
-    images: int
-    nfe_train_forward: float | None  # evaluations of f in a solve
-    calls_train_forward: float | None = None  # with those that only attach the graph
-    nfe_train_backward: float | None  # None where the method has no backward solve
-    nfe_test_forward: float | None
+    images: Several
+    nfe_train_forward: Amount | None  # evaluations of f in a solve
+    calls_train_forward: Amount | None = None  # with those that only attach the graph
+    nfe_train_backward: Amount | None  # None where the method has no backward solve
+    nfe_test_forward: Amount | None
     milliseconds_per_step: Numbers = {}
     seconds: Numbers = {}  # of the whole run
     memory: Numbers = {}  # process_mb, gpu_mb
@@ -117,8 +130,8 @@ class Reading(Part):
 
     model_config = ConfigDict(extra="allow")
 
-    perron: float | None
-    frobenius: float | None
+    perron: Amount | None
+    frobenius: Amount | None
 
 
 class Proof(Part):
@@ -128,16 +141,16 @@ class Proof(Part):
 
     test: Reading
     train: Reading
-    measured_norm: float | None  # of the Jacobian
+    measured_norm: Amount | None  # of the Jacobian
 
 
 class Machine(Part):
     cpu: str = ""
-    cores: int | None = None
+    cores: Count | None = None
     gpu: str | None = None
     system: str = ""
-    processes: int = 1
-    threads: int  # of each process
+    processes: Count = 1
+    threads: Several  # of each process
 
 
 class Record(Part):
@@ -219,11 +232,15 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
+def _finite(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _no_number(short(text))
+
+
 def read_json(path: str | Path, what: str) -> dict:
     """A JSON object, sealed or not; :class:`RunError` in one sentence if there is none. ``what`` it should be: "a record"."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
+        value = json.loads(text, object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_number)
     except OSError as e:
         raise RunError(f"{path} cannot be read ({e.strerror or e})") from None
     except (ValueError, RecursionError) as e:
@@ -272,10 +289,12 @@ def wrong(error: ValidationError, whole: str = "it") -> str:
         "model_type": "an object",
         "dict_type": "an object",
         "list_type": "a list",
-        "too_short": "a list of epochs",
+        "too_short": "a list that is not empty",
     }
     if kind in kinds:
         return f"{where} must be {kinds[kind]}"
+    if ends := [f"{SIGNS[k]} {v:g}" for k, v in first.get("ctx", {}).items() if k in SIGNS]:
+        return f"{where} = {short(first['input'])}: must be {ends[0]}"
     kinds = {"float_type": "a number", "finite_number": "a number", "int_type": "a whole number", "string_type": "text"}
     return f"{where} = {short(first['input'])}: must be {kinds.get(kind, 'of another kind')}"
 

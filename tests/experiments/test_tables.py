@@ -236,6 +236,22 @@ def test_bad_records_are_named(root):
         ({"format": 9}, "has format 9"),
         ({"result": {**content["result"], "accuracy": "x"}}, "accuracy = 'x': must be a number"),
         ({"parameters": {**content["parameters"], "lr": 0.5}}, "was made with lr = 0.5, but"),
+        ({"result": {**content["result"], "accuracy": 1.5}}, r"result.accuracy = 1.5: must be <= 1\)"),
+        ({"result": {**content["result"], "accuracy": -0.1}}, r"result.accuracy = -0.1: must be >= 0\)"),
+        ({"result": {**content["result"], "images": 0}}, r"result.images = 0: must be >= 1\)"),
+        (
+            {"model": {**content["model"], "parameters": 10**400}},
+            "model.parameters = a whole number of 1329 bits: must be < ",
+        ),
+        (
+            {"certificate": {**content["certificate"], "measured_norm": -1.0}},
+            "certificate.measured_norm = -1.0: must be >= 0",
+        ),
+        ({"traces": [{"epoch": 0, "train_forward": {}}]}, r"traces.0.train_forward.mean is missing"),
+        (
+            {"traces": [{"epoch": 0, "train_forward": {"mean": [], "median": [1.0], "worst": [1.0]}}]},
+            "traces.0.train_forward.mean must be a list that is not empty",
+        ),
     ):
         write_json(path, {**content, **change})
         with pytest.raises(RunError, match=message) as error:
@@ -285,6 +301,7 @@ def test_a_changed_digit_is_one_sentence(root, monkeypatch, capsys):
         ("[" * 100_000, "nested too deeply"),
         ("[1]", "must be an object"),
         (text.replace("0.9,", "NaN,", 1), "NaN is not JSON"),
+        (text.replace("0.9,", "1e999,", 1), "'1e999' is not JSON"),
         (b"\xff\xfe", "truncated or was changed"),
     ):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
