@@ -40,8 +40,7 @@ def per_channel(v: Tensor) -> Tensor:
 
 class Layer(nn.Module):
     """A module with a Lipschitz constant; ``constant`` says what holds when ``leaf`` does not answer: for a composition of
-    the children their product (Lemma 3.1).
-    """
+    the children their product (Lemma 3.1)."""
 
     def lipschitz(self, leaf: Leaf | None = None, train: bool = True) -> float:
         answer = None if leaf is None else leaf(self)
@@ -75,7 +74,8 @@ class Conv(Layer):
         """The weight in use, (C_out, C_in, k, k)."""
         if self.g is None:
             return self.weight
-        return self.weight * (self.g / self.weight.flatten(1).norm(dim=1).clamp_min(1e-12))[:, None, None, None]
+        v = self.weight if self.weight.dtype.itemsize > 2 else self.weight.float()  # g/‖v‖ may be too small for a half
+        return (v * (self.g / v.flatten(1).norm(dim=1).clamp_min(1e-12))[:, None, None, None]).to(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(x, self.kernel(), stride=self.stride, padding=self.padding)

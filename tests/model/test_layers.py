@@ -174,6 +174,23 @@ def test_constraint_on_the_operator_in_use(geometry, weight_norm):
     assert torch.equal(before, conv.kernel().detach())  # a projection: nothing changes the second time
 
 
+@pytest.mark.parametrize("scale", [1.0, 2e3])
+def test_constraint_with_weight_norm_in_half_precision(scale):
+    """B1: g/‖v‖ may be subnormal in half precision, or 0/0 in a row of zeros: the kernel was 1.5 c, or no number."""
+    torch.manual_seed(1)
+    conv = Conv(6, 5, 3, 2, 1e-3, (6, 5), weight_norm=True)
+    with torch.no_grad():
+        conv.weight.copy_(scale * torch.randn_like(conv.weight))
+        conv.weight[0] = 0
+        conv.g.copy_(10 * torch.rand_like(conv.g))
+    conv.half().constrain()
+    kernel = conv.kernel().detach()
+    assert kernel.dtype == torch.half
+    conv.double()  # so that the operator of this very kernel is measured
+    conv.kernel = kernel.double
+    assert 0.9e-3 < true_norm_double(conv) <= 1e-3
+
+
 def test_small_weights_are_left_alone():
     conv = big_conv(3, 5, k=3, size=(8, 8), scale=0.01)
     before = conv.weight.detach().clone()
