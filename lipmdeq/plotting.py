@@ -3,7 +3,6 @@
 Figures are dark on white, readable in every viewer and on paper; the book's style sheet inverts their lightness on dark pages.
 """
 
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -41,7 +40,7 @@ def use_style() -> None:
 
 def save(fig: Any, path: Any, source: str | None = None) -> None:
     """Write ``fig`` as SVG, the same bytes for the same figure; ``source``, what it was made from, is kept in the file."""
-    if ".svg" not in Path(path).suffixes:  # an unfinished file has more of them
+    if ".svg" not in str(path):  # an unfinished file has more behind it
         raise ValueError(f"path = {path}: must end in .svg")
     fig.savefig(path, format="svg", metadata={**UNDATED, "Source": source})
 
