@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,7 +73,9 @@ def _parse_old(content: bytes) -> dict:
     """Plain tensors, numbers, lists and dicts as ``torch.save`` writes them; anything else is refused, not executed."""
     if content[:2] == b"PK":
         check_stored(io.BytesIO(content))
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is refused in a moment
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def load_checkpoint(path: str | Path) -> dict:
@@ -143,7 +146,11 @@ def load_model(path: str | Path, record: dict | None = None) -> nn.Module:
         cfg = RunConfig.from_mapping(state["parameters"])
         shape = ModelConfig.from_dict(state["model_config"])
         model = build(shape, solver=make_solver(cfg, cfg.max_forward), adjoint=make_adjoint(cfg))
-        model.load_state_dict(state["model"])
+        numbers = {k: torch.view_as_real(v) if v.is_complex() else v for k, v in state["model"].items()}
+        model.load_state_dict(numbers)
+        for name, value in model.state_dict().items():
+            if not torch.isfinite(value).all():
+                raise ValueError(f"{name} has entries that are not finite numbers")
         if any(v.dtype == torch.float16 for v in state["model"].values()):
             model.constrain()  # rounding may have lifted a norm above its bound
     except UNFIT as e:

@@ -495,6 +495,23 @@ def test_checkpoint_with_other_content_is_one_sentence(undisturbed, tmp_path, ca
             assert said.startswith("lipmdeq certify: checkpoint ") and said.count("\n") == 1, said
 
 
+@pytest.mark.parametrize("change", [lambda w: w * float("nan"), lambda w: w + 1e300, lambda w: w.cfloat()])
+def test_weights_that_are_no_numbers_are_not_certified(change, tmp_path, capsys, recwarn):
+    """D15: also in the stem, of which the proof knows nothing."""
+    state = checkpoints.load_checkpoint(ROOT / "results" / "digits" / "lipschitz" / "seed0.ckpt")
+    state["model"]["stem.0.0.weight"] = change(state["model"]["stem.0.0.weight"].double())
+    checkpoints.save_checkpoint(tmp_path / "x.ckpt", state)
+    assert main(["certify", str(tmp_path / "x.ckpt")]) == 1
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("lipmdeq certify: checkpoint ")
+        and "does not fit this version" in said
+        and said.count("\n") == 1
+    )
+    assert "stem.0.0.weight has entries that are not finite numbers" in said or "loading state_dict" in said
+    assert not recwarn
+
+
 def test_packed_checkpoint_is_not_unpacked(tmp_path):
     """D15: a compressed archive could be a thousand times as large in memory."""
     raw = (ROOT / "results" / "digits" / "lipschitz" / "seed0.ckpt").read_bytes().partition(b"\n")[2]
