@@ -8,7 +8,10 @@ folder holds a ``SHA256SUMS`` (as ``sha256sum`` writes it), the bytes of every i
 
 import dataclasses
 import math
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,11 +101,29 @@ class FolderSplit(Split):
             generator=torch.Generator(),  # else the loader draws from, and so disturbs, the global one
             pin_memory=torch.device(self.device).type == "cuda",
         )
-        for batch in loader:
+        with interrupt_later():
+            batches = iter(loader)  # forks the workers
+        for batch in batches:
             if isinstance(batch, DataError):
                 raise batch
             x, y = (t.to(self.device, non_blocking=True) for t in batch)
             yield normalise(x, self.mean, self.std), y
+
+
+@contextmanager
+def interrupt_later() -> Iterator[None]:
+    """Hold back Ctrl-C until the block ends: Python drops an interrupt that falls into its own part of a fork."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if seen:
+        signal.raise_signal(signal.SIGINT)
 
 
 def collate(items: list) -> Batch | DataError:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -759,6 +760,20 @@ def test_folder_batches_do_not_depend_on_the_workers(folder):
     assert not same(collect(train, 4, train=True, seed=1, epoch=3)[0], one[0])
     share = collect(train, 4, **plan, drop_last=True, rank=1, world=2)
     assert same(share[0], [x[1::2] for x in one[0][:3]])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_inside_a_fork_is_not_lost(folder):
+    """D11: Python reports and drops what is raised in a callback of a fork, and the run would go on."""
+    train, armed = load("pets", folder, resolution=8, workers=1).train, [True]
+    os.register_at_fork(before=lambda: armed and os.kill(os.getpid(), signal.SIGINT))
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in train.batches(4):
+            armed.clear()
+    armed.clear()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert len(collect(train, 4)[0]) == train.steps(4)
 
 
 def test_folder_subsets_and_augmentation(folder):
