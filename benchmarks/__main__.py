@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lipmdeq.experiments.record import write_json
-from lipmdeq.experiments.shell import Parser, guarded
+from lipmdeq.experiments.shell import Parser, guarded, whole
 from lipmdeq.experiments.step import JACOBIAN_RATE, Batch
 from lipmdeq.experiments.world import git_commit, machine, versions
 from lipmdeq.model import build
@@ -37,6 +37,7 @@ from lipmdeq.solvers.gradients import JFB, Implicit, Phantom, Unrolled, deq
 
 ROOT = Path(__file__).resolve().parent.parent
 TOL, FORWARD, BACKWARD = 1e-3, 18, 20
+THREADS = whole(1, 4 * (os.cpu_count() or 1))  # more stop the machine
 BATCH = {"cpu": 64, "paper-cifar10": 32}
 PAPER = {  # Table 1: speed-up, NFE forward, NFE backward
     "mdeq": (1.0, 17.9, 20.0), "mdeq-jr": (2.22, 7.0, 8.0), "mdeq-pg": (1.41, 15.6, None), "mdeq-jfb": (2.84, 12.3, None),
@@ -452,8 +453,8 @@ def show(result: dict) -> None:
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=list(BATCH), default="cpu")
-    parser.add_argument("--rounds", type=int, default=None)
-    parser.add_argument("--threads", type=int, help="default: 1 for cpu (as its runs), all cores for paper-cifar10")
+    parser.add_argument("--rounds", type=whole(1, 1000), default=None)
+    parser.add_argument("--threads", type=THREADS, help="default: 1 for cpu (as its runs), all cores for paper-cifar10")
     parser.add_argument("--no-compile", action="store_true", help="skip torch.compile (it needs a C++ compiler)")
     parser.add_argument("--out", default=None)
     parser.add_argument("--memory-child", type=int, help=argparse.SUPPRESS)

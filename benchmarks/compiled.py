@@ -10,7 +10,6 @@ Writes results/bench/compiled.json.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import sys
@@ -21,10 +20,10 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from benchmarks.__main__ import at_the_limit, clock, interleave, ratio
+from benchmarks.__main__ import THREADS, at_the_limit, clock, interleave, ratio
 from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.record import write_json
-from lipmdeq.experiments.shell import guarded
+from lipmdeq.experiments.shell import Parser, guarded, whole
 from lipmdeq.experiments.step import Batch
 from lipmdeq.experiments.world import World, git_commit, machine, now, versions
 from lipmdeq.model import build
@@ -78,11 +77,11 @@ def measure(preset: str, changes: dict, rounds: int, threads: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", default=["cpu"], choices=list(BATCH))
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each kind (default: 15)")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=whole(1, 1000), default=15, help="steps of each kind (default: 15)")
+    parser.add_argument("--threads", type=THREADS, default=1)
     parser.add_argument("--print", action="store_true", help="write no record: for a machine that is not quiet")
     args = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -14,14 +14,16 @@ measured stay there as they were.
 
 from __future__ import annotations
 
-import argparse
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
 
+from benchmarks.__main__ import THREADS
 from lipmdeq.experiments.record import read_sealed, write_json
+from lipmdeq.experiments.shell import Parser, guarded, whole
 from lipmdeq.experiments.step import Batch
 from lipmdeq.experiments.world import git_commit, machine, now, versions
 from lipmdeq.model import MDEQ, build
@@ -92,13 +94,12 @@ def train(net: MDEQ, steps: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", default=PRESETS, choices=PRESETS)
-    parser.add_argument("--steps", type=int, default=100, help="training steps for each model (default: 100)")
-    parser.add_argument("--threads", type=int, default=2)
+    steps = whole(PROVE_EVERY, 100_000)  # so that a proof is among them
+    parser.add_argument("--steps", type=steps, default=100, help="training steps for each model (default: 100)")
+    parser.add_argument("--threads", type=THREADS, default=2)
     args = parser.parse_args()
-    if args.steps < PROVE_EVERY:
-        parser.error(f"--steps {args.steps}: must be at least {PROVE_EVERY}, so that a proof is among them")
     torch.set_num_threads(args.threads)
     out = ROOT / "results" / "bench" / "constraint.json"
     found = read_sealed(out, "a benchmark of the constraint")["presets"] if out.is_file() else {}
@@ -116,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded("benchmarks.constraint", main))

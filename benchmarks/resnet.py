@@ -10,7 +10,6 @@ results/<protocol>/resnet/<split>-lr<rate>.json.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from torchvision.models.resnet import BasicBlock
 from benchmarks.__main__ import ROOT
 from lipmdeq.experiments import RunConfig, learning_rate, open_data
 from lipmdeq.experiments.record import write_json
+from lipmdeq.experiments.shell import Parser, guarded
 from lipmdeq.experiments.world import git_commit, machine, now, progress_bar, versions
 
 WIDTHS, DEPTH = (26, 52, 104), 2  # maps of 16x16, 8x8, 4x4, as the first three branches of f; blocks for each
@@ -80,7 +80,7 @@ def train(cfg: RunConfig) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="whose recipe is taken")
     parser.add_argument("--lr", type=float, help="peak rate (default: that of the configuration)")
     args = parser.parse_args()
@@ -99,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded("benchmarks.resnet", main))

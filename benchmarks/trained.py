@@ -30,7 +30,7 @@ from lipmdeq.experiments.checkpoints import load_model
 from lipmdeq.experiments.parameters import RunConfig
 from lipmdeq.experiments.record import read_record, read_sealed, write_json
 from lipmdeq.experiments.rows import times_file
-from lipmdeq.experiments.shell import Parser, guarded
+from lipmdeq.experiments.shell import Parser, guarded, whole
 from lipmdeq.experiments.step import FORCED, make_adjoint, make_solver
 from lipmdeq.experiments.world import git_commit, machine, now, versions
 from lipmdeq.model import MDEQ, ModelConfig, build
@@ -153,10 +153,11 @@ def measure(runs: Path, results: Path, table: str, rounds: int, known: dict | No
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--protocol", default="cpu")
+    protocols = sorted(path.name for path in (ROOT / "configs").iterdir())
+    parser.add_argument("--protocol", default="cpu", choices=protocols)
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, metavar="table", help=", ".join(TABLES))
     parser.add_argument("--runs", type=Path, help="default: runs/<protocol>")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=whole(1, 1000), default=9)
     args = parser.parse_args()
     warnings.simplefilter("ignore", SolverWarning)
     torch.set_num_threads(1)

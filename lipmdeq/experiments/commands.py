@@ -11,7 +11,7 @@ import sys
 
 from lipmdeq.bounds.operations import check_whole
 from lipmdeq.experiments.bound import add_bound, parse_number
-from lipmdeq.experiments.parameters import OneSentence, RunConfig, RunError
+from lipmdeq.experiments.parameters import OneSentence, RunConfig, RunError, bounded
 from lipmdeq.experiments.record import json_text, seal_file
 from lipmdeq.experiments.shell import INTERRUPTED, Parser, say
 
@@ -252,6 +252,9 @@ def run(argv: list[str]) -> int:
         add(commands)
     args = parser.parse_args(_join_negatives(argv))
     try:
+        for name, value in vars(args).items():
+            for one in value if isinstance(value, list) else [value]:
+                bounded(name, one)
         return args.run(args)
     except (OneSentence, ValueError) as error:
         say(f"lipmdeq {args.command}: {error}")

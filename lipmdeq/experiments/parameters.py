@@ -13,12 +13,14 @@ import re
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
+from reprlib import Repr
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from lipmdeq import bounds
+from lipmdeq.experiments.shell import OneSentence
 
 PRESETS = ("digits", "cpu", "cpu32", "cpu-imagenet", "paper-cifar10", "paper-imagenet", "mdeq-tiny")
 ABLATIONS = tuple(row for row in bounds.ABLATIONS if row != "MDEQ")  # MDEQ is another model
@@ -33,11 +35,9 @@ LIPSCHITZ = ("a", "c", "gamma", "alpha1", "alpha2")  # have no meaning for the b
 PAPER = ("a", "c", "gamma", "alpha1", "ablation", "model")  # have no meaning for block = "potential"
 
 
-class OneSentence(Exception):
-    """An error whose message says it all: Jupyter and papermill show the sentence, not a traceback."""
-
-    def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {self}"]
+BRIEF = Repr()  # a few short lines of YAML can name each other and stand for 10⁹ entries
+BRIEF.maxlevel, BRIEF.maxlist, BRIEF.maxtuple, BRIEF.maxdict, BRIEF.maxset = 3, 50, 50, 50, 50
+BRIEF.maxstring = BRIEF.maxother = BRIEF.maxlong = 1000
 
 
 class ParameterError(OneSentence, ValueError):
@@ -121,12 +121,16 @@ def short(value: object) -> str:
     """A value as it is written in Python, shortened where it would fill the screen."""
     if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print the largest
         return f"a whole number of {value.bit_length()} bits"
-    text = str(value) if isinstance(value, Real) else repr(value)
-    return text if len(text) <= 200 else f"{text[:100]}… ({len(text)} characters)"
+    if isinstance(value, list | tuple | dict | set):
+        text, size = BRIEF.repr(value), f"{len(value)} entries"
+    else:
+        text = str(value) if isinstance(value, Real) else repr(value)
+        size = f"{len(text)} characters"
+    return text if len(text) <= 200 else f"{text[:100]}… ({size})"
 
 
-def _bounded(name: str, value: object) -> None:
-    """Refuse what no parameter can be, before anybody looks at all of it."""
+def bounded(name: str, value: object) -> None:
+    """Refuse what no parameter and no option can be, before anybody looks at all of it."""
     if isinstance(value, str | Path) and len(str(value)) > TEXT:
         raise ParameterError(f"{name} = {short(str(value))}: must be at most {TEXT} characters long")
     if isinstance(value, int) and value.bit_length() > 1000:
@@ -160,7 +164,7 @@ def _allowed(field: FieldInfo, number: bool) -> str:
 def _unknown(name: object, value: object) -> str:
     near = difflib.get_close_matches(str(name), RunConfig.model_fields, 1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    shown = short(name)[1:-1] if isinstance(name, str) else name
+    shown = short(name).strip("'\"")
     return f"{shown} = {short(value)}: not a parameter{hint}; must be one of {', '.join(RunConfig.model_fields)}"
 
 
@@ -260,7 +264,7 @@ class RunConfig(BaseModel):
 
     def __init__(self, **values: object):
         for name, value in values.items():
-            _bounded(name, value)
+            bounded(name, value)
         try:
             super().__init__(**values)
         except ValidationError as error:

@@ -37,11 +37,29 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("lipmdeq-plain", _plain)
 
 
+class OneSentence(Exception):
+    """An error whose message says it all: shells, Jupyter and papermill show the sentence, not a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
 class Parser(argparse.ArgumentParser):
     """argparse's, whose help is not lost in silence when it cannot be written."""
 
     def print_help(self, file=None) -> None:
         print(self.format_help(), end="", file=file)
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """For argparse: an option that takes a whole number in [low, high]."""
+
+    def read(text: str) -> int:
+        if text.isascii() and text.isdecimal() and len(text) < 20 and low <= int(text) <= high:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text[:100]!r}: must be a whole number >= {low} and <= {high}")
+
+    return read
 
 
 def guarded(command: str, main: Callable[[], int | None]) -> int:
@@ -62,6 +80,9 @@ def guarded(command: str, main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         say(f"{command}: interrupted")
         code = INTERRUPTED
+    except OneSentence as e:
+        say(f"{command}: {e}")
+        code = FAILED
     except BrokenPipeError:
         say(f"{command}: nobody reads the output any more")
         code = CLOSED

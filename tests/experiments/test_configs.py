@@ -252,6 +252,7 @@ BAD = [
     ({"epochs": 10**30}, f"epochs = {10**30}: must be a whole number >= 1 and <= 1000000"),
     ({"n": 10**6}, "n = 1000000: must be"),
     ({"resolution": 10**6}, "resolution = 1000000: must be"),
+    ({"k" * 900: 1}, f"{'k' * 99}… (902 characters) = 1: not a parameter"),
     ({"trace_epochs": list(range(2000))}, "trace_epochs = list of 2000 entries: must be at most 1000"),
     ({"out": "x" * 10000}, "out = 'xxxx"),
     ({"out": "a/" + "x" * 256}, "out = 'a/xxxx"),
@@ -265,6 +266,16 @@ BAD = [
     ({"out": "a\udcff"}, "out = 'a\\udcff': must be text in UTF-8"),
     ({"a": {"x": 1}}, "a = {'x': 1}: must be a number in (0, 1]"),
 ]
+
+
+def test_a_bomb_of_references_is_not_written_out(tmp_path):
+    """D15: 9⁹ entries in nine lines."""
+    names = ("trace_epochs", "data", "lr", "seed", "batch", "epochs", "out", "c", "a")
+    lines = [f"{name}: &x{k} [{', '.join([f'*x{k - 1}' if k else 'x'] * 9)}]" for k, name in enumerate(names)]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    with pytest.raises(ParameterError, match="a = .*… .9 entries.: must be a number in") as error:
+        RunConfig.from_yaml(tmp_path / "bomb.yaml")
+    assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize("values, message", BAD, ids=[ascii(m)[:60] for _, m in BAD])

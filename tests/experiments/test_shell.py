@@ -11,6 +11,7 @@ import pytest
 
 from lipmdeq.__main__ import main
 from lipmdeq.experiments import shell
+from lipmdeq.experiments.parameters import RunError
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = str(ROOT / "results" / "digits" / "lipschitz" / "seed0.ckpt")
@@ -207,6 +208,7 @@ def test_what_else_becomes_a_sentence(capsys):
         (KeyboardInterrupt(), 130, "x: interrupted\n"),
         (PermissionError(13, "Permission denied", "a/b"), 1, "x: a/b: Permission denied\n"),
         (MemoryError(), 1, "x: not enough memory\n"),
+        (RunError("seed0.json is damaged"), 1, "x: seed0.json is damaged\n"),
         (SystemExit("no runs"), 1, "no runs\n"),
         (SystemExit(2), 2, ""),
         (SystemExit(), 0, ""),
@@ -216,6 +218,34 @@ def test_what_else_becomes_a_sentence(capsys):
     signal.signal(signal.SIGINT, before)
     with pytest.raises(ZeroDivisionError):  # a defect of ours stays visible
         shell.guarded("x", lambda: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bound", "-a", "x" * 5000], ["bound", "--ablation", "x" * 5000], ["bound", "-n", "9" * 4000],
+        ["certify", "x" * 5000], ["cost", "-f", "x", "--utilisation", "x" * 5000], ["tables", "--protocol", "x" * 5000],
+        ["seal", "x" * 5000], ["data", "x" * 5000],
+    ],
+)  # fmt: skip
+def test_long_words_do_not_fill_the_screen(words, capsys):
+    """D4: of any command, by the name of the option."""
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    one_sentence(said, f"lipmdeq {words[0]}: ")
+    assert len(said) < 250 and ("must be at most 1000 characters long" in said or "is too large for any" in said)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "9", "1.5", "", "9" * 5000, "1e1", "٣", "+2"])
+def test_whole_numbers_of_benchmarks(text, capsys):
+    """D4: --threads 100000 is a segmentation fault, --rounds 0 has no median."""
+    parser = shell.Parser()
+    parser.add_argument("--threads", type=shell.whole(1, 8))
+    assert parser.parse_args(["--threads", "8"]).threads == 8
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--threads={text}"])
+    said = capsys.readouterr().err
+    assert f"--threads: '{text[:100]}': must be a whole number >= 1 and <= 8" in said
 
 
 @pytest.mark.parametrize("size", ["0", "-8", "1.5", "abc", "1025", "1e30", "inf", "", "None", "True"])
