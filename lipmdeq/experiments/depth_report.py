@@ -47,7 +47,7 @@ class Depth:
     @property
     def tightness(self) -> float:
         """Measured ‖D J D⁻¹‖₂ over the proved L: how much of the bound the model uses at real images."""
-        return self.norm_D_worst / self.proved if math.isfinite(self.proved) else 0.0
+        return self.norm_D_worst / self.proved if 0 < self.proved < math.inf else 0.0
 
     @property
     def feed_forward(self) -> bool:

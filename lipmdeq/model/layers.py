@@ -101,7 +101,7 @@ class Conv(Layer):
             self.forget()
         if not prove or self._seen is not None:  # a layer that is held by estimates shows the proof what they do,
             self._due = self._due and not prove  # and the weaker ones at that
-            norm = self.estimate().nan_to_num(0.0, 0.0)  # squares overflow: left to the next proof
+            norm = self.estimate().nan_to_num(0.0, 0.0).clamp_min(1e-30)  # squares overflow: left to the next proof
             self.scale(((1 - MARGIN) * self.c / norm).clamp(max=1.0))
             self._seen = self.kernel().detach().clone()
 

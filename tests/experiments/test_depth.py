@@ -171,6 +171,8 @@ def test_verdicts():
         Depth.from_dict({k: v for k, v in older.items() if k != "probed"})
     free = Depth(same_label=[0.6] * 5, **{**base, "proved": math.inf})
     assert free.tightness == 0 and "proved L (test mode): none" in str(free)
+    zero = Depth(same_label=[0.6] * 5, **{**base, "norm_D_worst": 0.0, "proved": 0.0})  # a = 1e-300
+    assert zero.tightness == 0 and "tightness 0.00" in str(zero)
     assert len(alive.plot().lines) == 2
 
 

@@ -174,6 +174,14 @@ def test_constraint_on_the_operator_in_use(geometry, weight_norm):
     assert torch.equal(before, conv.kernel().detach())  # a projection: nothing changes the second time
 
 
+def test_a_bound_below_single_precision():
+    """D4: c = 1e-300 is zero in the type of the weights, and zero over zero was no number."""
+    conv = Conv(3, 5, 3, 1, 1e-300)
+    for prove in (True, False, False, True):
+        conv.constrain(prove)
+        assert torch.equal(conv.kernel(), torch.zeros_like(conv.weight))
+
+
 @pytest.mark.parametrize("scale", [1.0, 2e3])
 def test_constraint_with_weight_norm_in_half_precision(scale):
     """B1: g/‖v‖ may be subnormal in half precision, or 0/0 in a row of zeros: the kernel was 1.5 c, or no number."""
