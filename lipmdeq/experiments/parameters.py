@@ -293,6 +293,8 @@ class RunConfig(BaseModel):
             raise ValueError(f"ablation = {self.ablation!r}: must be None for model = 'mdeq'")
         if self.fixed_steps is not None and self.solver != "picard":
             raise ValueError(f"fixed_steps = {self.fixed_steps!r}: must be None for solver = {self.solver!r}")
+        if self.fixed_steps == 1 and self.method == "implicit":
+            raise ValueError("fixed_steps = 1: must be at least 2 for method = 'implicit'; one step backward is 'jfb'")
         if self.tol < (least := UNIT_ROUNDOFF.get(self.precision, 0.0)):
             raise ValueError(
                 f"tol = {self.tol:g}: must be >= {least:g} for precision = {self.precision!r}: below, a residual says how "

@@ -554,6 +554,9 @@ def test_fixed_steps_belong_to_picard():
         assert make_solver(cfg, 18).steps == value and make_adjoint(cfg).solver.steps == value
     with pytest.raises(ParameterError, match=r"fixed_steps = 4: must be None for solver = 'anderson'"):
         RunConfig(fixed_steps=4)
+    with pytest.raises(ParameterError, match=r"fixed_steps = 1: must be at least 2 for method = 'implicit'"):
+        RunConfig(solver="picard", fixed_steps=1)
+    assert RunConfig(solver="picard", fixed_steps=1, method="jfb").fixed_steps == 1
     for bad in (0, 1.5, True, "all", 10**6):
         with pytest.raises(
             ParameterError, match=r"fixed_steps = .*must be a whole number in \[1, 1000\], 'auto' or None"
