@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 
 from lipmdeq.bounds.operations import check_whole
 from lipmdeq.experiments.bound import add_bound, parse_number
@@ -255,7 +256,9 @@ def run(argv: list[str]) -> int:
         for name, value in vars(args).items():
             for one in value if isinstance(value, list) else [value]:
                 bounded(name, one)
-        return args.run(args)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "a solve stopped before")  # a SolverWarning; what converged is printed
+            return args.run(args)
     except (OneSentence, ValueError) as error:
         say(f"lipmdeq {args.command}: {error}")
         return 1

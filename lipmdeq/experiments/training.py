@@ -243,17 +243,17 @@ class Run:
 
     def finish(self) -> dict:
         """All that is left to do; returns and writes the record."""
+        record = None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SolverWarning)  # counted in the history
+            warnings.simplefilter("ignore", SolverWarning)  # counted in the history, and said in the record
             while self.epoch < self.cfg.epochs:
                 self._one_epoch()
-        self.world.wait()
-        record = None
-        if self.world.writes:
-            model = self._copy().eval()
-            proof = certify(model, x=self._images(PROBED)[0], dtype=ROUNDED.get(self.cfg.precision), progress=False)
-            record = make_record(self, proof, depth(model, *self._images(DEPTH_IMAGES), certificate=proof))
-            write_json(self.out / RECORD, record)
+            self.world.wait()
+            if self.world.writes:
+                model = self._copy().eval()
+                proof = certify(model, x=self._images(PROBED)[0], dtype=ROUNDED.get(self.cfg.precision), progress=False)
+                record = make_record(self, proof, depth(model, *self._images(DEPTH_IMAGES), certificate=proof))
+                write_json(self.out / RECORD, record)
         self.world.wait()
         return record or read_record(self.out / RECORD)
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from lipmdeq.__main__ import main
 from lipmdeq.experiments import shell
@@ -218,6 +219,20 @@ def test_what_else_becomes_a_sentence(capsys):
     signal.signal(signal.SIGINT, before)
     with pytest.raises(ZeroDivisionError):  # a defect of ours stays visible
         shell.guarded("x", lambda: 1 / 0)
+
+
+def test_solves_that_do_not_converge_are_no_noise(monkeypatch, capsys, recwarn):
+    """What did not converge stands in the table: MDEQ's certificate is no warning."""
+    from lipmdeq import certificate
+    from lipmdeq.solvers import Picard
+
+    def measured(model, *args, **how):
+        solution = Picard(tol=1e-9, max_iter=1).solve(torch.cos, torch.zeros(2, 3))
+        raise RunError(f"{solution.reason} after one evaluation")
+
+    monkeypatch.setattr(certificate, "certify", measured)
+    assert main(["certify", WEIGHTS, "--image-size", "8"]) == 1
+    assert capsys.readouterr().err == "lipmdeq certify: max_iter after one evaluation\n" and not recwarn
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from lipmdeq.experiments.rows import promised
 from lipmdeq.experiments.step import Sums, jacobian_weight, learning_rate, make_adjoint, make_solver, stream
 from lipmdeq.experiments.training import Run, new_model, train
 from lipmdeq.experiments.world import World
-from lipmdeq.solvers import Anderson, Broyden, Picard
+from lipmdeq.solvers import Anderson, Broyden, Picard, SolverWarning
 from lipmdeq.solvers.gradients import JFB, Implicit, Phantom, Unrolled, jacobian_regularisation
 
 
@@ -510,6 +510,20 @@ def test_weights_that_are_no_numbers_are_not_certified(change, tmp_path, capsys,
     )
     assert "stem.0.0.weight has entries that are not finite numbers" in said or "loading state_dict" in said
     assert not recwarn
+
+
+def test_a_run_that_does_not_converge_ends_in_silence(recwarn, monkeypatch):
+    """D4: its record says so; and a bound of zero, as of a = 1e-300, divides nothing."""
+
+    def far(model, *images, **how):
+        Picard(tol=1e-9, max_iter=1).solve(torch.cos, torch.zeros(2, 3))
+        return depth(model, *images, **how)
+
+    monkeypatch.setattr(training, "depth", far)
+    small = dict(epochs=1, train_images=16, batch=8, test_images=4, n=1)
+    record = train(tiny(**small, max_forward=1, a=5e-324), log=None)
+    assert record["certificate"]["test"]["perron"] == record["depth"]["tightness"] == 0
+    assert not [w for w in recwarn if issubclass(w.category, SolverWarning)]
 
 
 def test_packed_checkpoint_is_not_unpacked(tmp_path):
