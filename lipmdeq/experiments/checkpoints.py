@@ -18,12 +18,13 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from filelock import FileLock, Timeout
+from pydantic import ValidationError
 from torch import nn
 
 from lipmdeq.certificate import fingerprint
 from lipmdeq.data.files import check_stored, sweep
 from lipmdeq.experiments.parameters import RunConfig, RunError
-from lipmdeq.experiments.record import FORMAT, writing
+from lipmdeq.experiments.record import FORMAT, writing, wrong
 from lipmdeq.experiments.step import make_adjoint, make_solver
 from lipmdeq.model import ModelConfig, build
 
@@ -107,7 +108,11 @@ def unfit(path: str | Path, error: Exception) -> RunError:
     """The sentence for a checkpoint whose content cannot be used, whatever stumbled over it."""
     if isinstance(error, RunError):
         return error
-    why = (str(error).splitlines() or [""])[0] or "no reason given"
+    why = (
+        wrong(error)
+        if isinstance(error, ValidationError)
+        else (str(error).splitlines() or [""])[0] or "no reason given"
+    )
     return RunError(f"checkpoint {path} does not fit this version ({type(error).__name__}: {why})")
 
 

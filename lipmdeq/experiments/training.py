@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from lipmdeq.certificate import certify
@@ -25,9 +26,10 @@ from lipmdeq.data import DataError, Dataset, load
 from lipmdeq.experiments import checkpoints
 from lipmdeq.experiments.depth_report import PROBED, depth
 from lipmdeq.experiments.parameters import ParameterError, RunConfig, RunError
-from lipmdeq.experiments.record import FORMAT, RECORD, read_record, same_run, write_json
+from lipmdeq.experiments.record import FORMAT, RECORD, Epoch, Part, read_record, same_run, write_json
 from lipmdeq.experiments.report import epoch_line, make_record
 from lipmdeq.experiments.step import (
+    CLOCKS,
     INIT,
     STEP,
     TRACE_IMAGES,
@@ -134,6 +136,14 @@ def new_model(cfg: RunConfig, data: Dataset) -> nn.Module:
     return model
 
 
+class Past(Part):
+    """What a run brings along from its earlier sessions."""
+
+    started: str
+    commits: list[str | None]
+    seconds: float
+
+
 class Run:
     """One run, from its first step or its last checkpoint to its record."""
 
@@ -182,10 +192,14 @@ class Run:
         self._forget()
         self.epoch, self.step = state["epoch"], state["step"]
         # The sums are those of all processes: one of them goes on with them.
-        self.sums = Sums(**state["sums"]) if self.world.writes else Sums()
-        self.history, self.traces, past = state["history"], state["traces"], state["past"]
-        self.past = {k: past[k] for k in self.past}
-        whole = isinstance(self.epoch, int) and isinstance(self.step, int)
+        sums = TypeAdapter(Sums).validate_python(state["sums"])
+        sums.seconds = {c: sums.seconds[c] for c in CLOCKS}
+        self.sums = sums if self.world.writes else Sums()
+        self.history, self.traces = state["history"], state["traces"]
+        for row in self.history:  # the record is made of them, at the end of the run
+            Epoch.model_validate({**row, "seconds": {c: row["seconds"][c] for c in (*CLOCKS, "train")}})
+        self.past = Past.model_validate(state["past"]).model_dump()
+        whole = type(self.epoch) is int and type(self.step) is int
         if not whole or not 0 <= self.epoch <= self.cfg.epochs or not 0 <= self.step < self.steps:
             raise ValueError(f"epoch = {self.epoch}, step = {self.step}")
         if [h["epoch"] for h in self.history] != list(range(1, self.epoch + 1)):

@@ -473,6 +473,11 @@ def test_checkpoint_with_other_content_is_one_sentence(undisturbed, tmp_path, ca
     cases += [{**whole, k: None} for k in whole if k != "format"]
     cases += [[], {}, {**whole, "model": fewer}, {**whole, "model": {**whole["model"], name: weight[..., None]}}]
     cases += [{**whole, "epoch": 99}, {**whole, "step": -1}, {**whole, "step": "1"}, {**whole, "history": []}]
+    past, row = whole["past"], whole["history"][0]
+    cases += [{**whole, "sums": {**whole["sums"], k: v}} for k, v in (("loss", "x"), ("images", None), ("seconds", {}))]
+    cases += [{**whole, "history": [bad, *whole["history"][1:]]} for bad in ({"epoch": 1}, {**row, "train": {}}, 1)]
+    cases += [{**whole, "past": {**past, k: v}} for k, v in (("seconds", "x"), ("commits", 3), ("started", 3))]
+    cases += [{**whole, "epoch": True}]
     cases += [{**whole, "model_config": {**whole["model_config"], "channels": "x"}}, {**whole, "past": {"seconds": 1}}]
     for state in cases:
         checkpoints.save_checkpoint(path, state)
