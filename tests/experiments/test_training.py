@@ -823,9 +823,10 @@ def test_jacobian_regularisation_is_added_to_the_loss(tmp_path):
     torch.manual_seed(5)
     estimate = float(jacobian_regularisation(*solution.pair, samples=2).detach())
     torch.manual_seed(5)
-    loss, ce, logits, _ = run.batch(x, y, 100.0)
+    loss, ce, logits, _ = run.batch(x, y, 1e5)
     torch.testing.assert_close(ce, torch.nn.functional.cross_entropy(logits, y))
-    assert float(loss.detach() - ce) == pytest.approx(100 * estimate, rel=1e-3) and 100 * estimate > 1e-3 * float(ce)
+    assert float(loss.detach() - ce) == pytest.approx(1e5 * estimate, rel=1e-3)
+    assert 1e5 * estimate > 1e-2 * float(ce), "the fresh Jacobian is small: a small weight would drown in rounding"
 
 
 def test_bfloat16_is_evaluated_and_proved_as_it_runs(tmp_path):
