@@ -53,23 +53,20 @@ def readings(path: Path) -> None:
 
 
 def depth(path: Path) -> None:
-    """Accuracy of head(f^k(0)) for each k, and at z* as the last point."""
+    """Accuracy of head(f^k(0)) for each k, and at z* as the last point: the mean over seeds, thin lines for each."""
     use_style()
     fig, ax = plt.subplots(figsize=(7.2, 3.6))
     for (row, label), colour, line in zip(DEPTH.items(), COLOURS.values(), LINES, strict=False):
-        found = read_record(ROOT / "results" / "cpu" / row / "seed0.json")["depth"]
-        accuracy = [100 * a for a in (*found["accuracy"], found["accuracy_star"])]
-        where = range(len(accuracy))
-        ax.plot(where, accuracy, color=colour, linestyle=line, marker="o", label=label)
-        ax.annotate(f"{accuracy[0]:.0f} %", (0, accuracy[0]), xytext=(0, 7), textcoords="offset points", ha="center")
-        ax.annotate(
-            f"{accuracy[-1]:.0f} %",
-            (len(where) - 1, accuracy[-1]),
-            xytext=(0, 7),
-            textcoords="offset points",
-            ha="center",
-        )
-    ax.set_xticks(where, [*(str(k) for k in found["steps"]), "z*"])
+        paths = sorted((ROOT / "results" / "cpu" / row).glob("seed*.json"))
+        reports = [read_record(path)["depth"] for path in paths]
+        runs = 100 * np.array([[*found["accuracy"], found["accuracy_star"]] for found in reports])
+        where, mean = range(runs.shape[1]), runs.mean(0)
+        ax.plot(where, mean, color=colour, linestyle=line, marker="o", label=label)
+        for accuracy in runs if len(runs) > 1 else ():
+            ax.plot(where, accuracy, color=colour, linestyle=line, linewidth=0.9, alpha=0.5)
+        for x, y in (where[0], mean[0]), (where[-1], mean[-1]):
+            ax.annotate(f"{y:.0f} %", (x, y), xytext=(0, 7), textcoords="offset points", ha="center")
+    ax.set_xticks(where, [*(str(k) for k in reports[0]["steps"]), "z*"])
     ax.set(xlabel="evaluations of $f$ from $z = 0$", ylabel="accuracy, %", ylim=(0, 85))
     ax.legend(loc="lower right")
     save(fig, path)
