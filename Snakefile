@@ -27,28 +27,28 @@ FOLDER = f"results/{PROTOCOL}/tables"
 TABLES = str(config.get("tables", "table1,table2,figure4,table3,beyond")).split(",")
 MOST = int(config.get("seeds", 3))
 SEEDS = {  # rows with more than one seed
-    "table1/mdeq": 2, "table1/lip-a1.0": 3, "table1/lip-a0.4": 3, "table1/lip-a0.1": 3,
-    "table2/mdeq": 2, "table2/lipschitz": 3, "figure4/a0.1": 3, "figure4/a0.4": 3, "figure4/a1.0": 3,
-    "beyond/potential-t0.9": 3,
+    "table1/mdeq": 2, "table1/lip-a1.0": 3, "table1/lip-a0.4": 3, "table1/lip-a0.1": 3, "beyond/potential-t0.9": 3,
 }  # fmt: skip
 # Rows of protocol cpu whose trained weights are kept beside their first record (half precision, below 2 MB).
 WEIGHTS = ["table1/mdeq", "table1/lip-a1.0", "table1/lip-a0.4", "table1/lip-a0.1", "beyond/potential-t0.9"]
 
 
 def wanted(protocol):
-    """Records of a protocol, in the order of the tables; a record that does not fit its config stops the graph."""
-    found = []
+    """Records of each table, and the weights that are kept; a row that stands in two tables is run in the first of them. A
+    record that does not fit its config stops the graph."""
+    found, kept = {table: [] for table in TABLES}, []
     for table in TABLES:
         rows = sorted(Path("configs", protocol, table).glob("*.yaml"))
         if not rows:
             raise WorkflowError(f"configs/{protocol}/{table} holds no configuration: check protocol= and tables=")
         for path in rows:
-            for seed in range(min(MOST, SEEDS.get(f"{table}/{path.stem}", 1))):
-                found.append(f"results/{protocol}/{table}/{path.stem}/seed{seed}.json")
-                check(Path(found[-1]), path, seed)
-            if protocol == "cpu" and f"{table}/{path.stem}" in WEIGHTS:
-                found.append(f"results/{protocol}/{table}/{path.stem}/seed0.ckpt")
-    return found
+            home = SHARED.get(f"{table}/{path.stem}", f"{table}/{path.stem}")
+            for seed in range(min(MOST, SEEDS.get(home, 1))):
+                found[table].append(f"results/{protocol}/{home}/seed{seed}.json")
+                check(Path(found[table][-1]), path, seed)
+            if protocol == "cpu" and home in WEIGHTS:
+                kept.append(f"results/{protocol}/{home}/seed0.ckpt")
+    return found, sorted(set(kept))
 
 
 def check(record, path, seed):
@@ -60,14 +60,6 @@ def check(record, path, seed):
         raise WorkflowError(str(e))
 
 
-def source(w):
-    """Where a row that stands in two tables is run; its time does not count while the copy is the same."""
-    run = Path(f"results/{w.protocol}/{SHARED[f'{w.table}/{w.row}']}/seed{w.seed}.json")
-    copy = Path(f"results/{w.protocol}/{w.table}/{w.row}/seed{w.seed}.json")
-    same = run.exists() and copy.exists() and run.read_bytes() == copy.read_bytes()
-    return ancient(str(run)) if same else str(run)
-
-
 def tables():
     """The paper's tables that are asked for, with the records that there are; Figure 4 shows Table 1 too."""
     names = [t for t in PRINTED if t in TABLES or (t == "table1" and "figure4" in TABLES)]
@@ -77,12 +69,8 @@ def tables():
         raise WorkflowError(str(e))
 
 
-RECORDS = wanted(PROTOCOL)
+RECORDS, KEPT = wanted(PROTOCOL)
 LOADED = tables()
-
-
-def records(table):
-    return [f for f in RECORDS if f.startswith(f"results/{PROTOCOL}/{table}/") and f.endswith(".json")]
 
 
 def times():
@@ -93,16 +81,16 @@ def times():
 
 def of_table(w):
     """What a table is made from; times do not count while it is what they give."""
-    found = [*records(w.table), "results/paper.yaml", *times()]
+    found = [*RECORDS[w.table], "results/paper.yaml", *times()]
     return [ancient(f) for f in found] if LOADED[w.table].is_written(FOLDER) else found
 
 
 def of_figure(w):
     """What a figure is made from, in the same way: Figures 3 and 5 show some rows of Table 1."""
     if w.figure == "figure4":
-        found = [*records("figure4"), *records("table1"), "results/paper.yaml", *times()]
+        found = [*RECORDS["figure4"], *RECORDS.get("table1", []), "results/paper.yaml", *times()]
     else:
-        found = [f for f in records("table1") if f.split("/")[3] in CURVES]
+        found = [f for f in RECORDS["table1"] if f.split("/")[3] in CURVES]
     return [ancient(f) for f in found] if is_drawn(w.figure, LOADED, FOLDER) else found
 
 
@@ -116,7 +104,6 @@ wildcard_constraints:
 
 localrules:
     all,
-    share,
     weights,
     table,
     figure,
@@ -124,7 +111,7 @@ localrules:
 
 rule all:
     input:
-        RECORDS,
+        [*{f: None for found in RECORDS.values() for f in found}, *KEPT],
         [f"{FOLDER}/{name}" for name in products([t for t in PRINTED if t in TABLES])],
 
 
@@ -152,20 +139,6 @@ rule figure:
         protocol=PROTOCOL,
     shell:
         "{params.python} -m lipmdeq tables --protocol {params.protocol} --only {wildcards.figure}.svg"
-
-
-rule share:
-    """A row that stands in two tables: its record is copied."""
-    input:
-        source,
-    output:
-        "results/{protocol}/{table}/{row}/seed{seed}.json",
-    wildcard_constraints:
-        # rows of SHARED only: "table/row" is cut at its slash
-        table="|".join(sorted({k.split("/")[0] for k in SHARED})),
-        row="|".join(sorted({k.split("/")[1].replace(".", "[.]") for k in SHARED})),
-    shell:
-        "cp {input} {output}.part && mv {output}.part {output}"
 
 
 rule run:
@@ -205,5 +178,3 @@ rule weights:
         "{params.python} -c 'import sys; from lipmdeq.experiments import export_weights; export_weights(*sys.argv[1:])' "
         "{params.source} {output}"
 
-
-ruleorder: share > run

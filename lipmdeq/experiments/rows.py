@@ -228,7 +228,7 @@ def times_file(protocol: str, root: Path) -> Path:
 
 
 def read_rows(table: str, protocol: str, root: Path, printed: dict[str, dict]) -> list[Row]:
-    """The rows that the paper prints with our records; those of shared rows from either place."""
+    """The rows that the paper prints with our records."""
     times = times_file(protocol, root)
     bench = _times(times) if times.is_file() else {}
     rows = []
@@ -238,8 +238,7 @@ def read_rows(table: str, protocol: str, root: Path, printed: dict[str, dict]) -
         path = root / "configs" / protocol / f"{where}.yaml"
         if not path.is_file():  # a protocol may do without a row; tests say which
             continue
-        homes = (root / "results" / protocol / home for home in (shared, where))
-        paths = {_seed(p): p for home in homes for p in home.glob("seed*.json")}
+        paths = {_seed(p): p for p in (root / "results" / protocol / shared).glob("seed*.json")}
         records = [read_run(p, RunConfig.from_yaml(path, seed=seed)) for seed, p in sorted(paths.items())]
         home, _, row = shared.partition("/")
         own = bench.get("rows" if home == "table1" else home, {})
